@@ -1,0 +1,95 @@
+# Everything a developer runs, from a fresh clone: the first target that needs it builds .venv from
+# requirements.lock with whatever package index pip is configured for.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# $(call debian-install,PACKAGE): install a package of Debian, with fresh lists when the old ones do not do.
+debian-install = export DEBIAN_FRONTEND=noninteractive; \
+	apt-get install -y --no-install-recommends $(1) || { apt-get update && apt-get install -y --no-install-recommends $(1); }
+
+# Whether we may install system packages: root, on Debian or a child of it.
+is-debian-root = [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ]
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: $(INSTALLED) java ## build .venv and check for Java (done by the others when needed)
+
+$(INSTALLED): requirements.lock setup.cfg
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "There is no $(PYTHON) on PATH; install Python 3.11 or newer, or run: make setup PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) -V 2>&1), but 3.11 or newer is needed; run: make setup PYTHON=/path/to/newer/python3" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV) || { \
+		echo "$(PYTHON) cannot create a virtual environment; on Debian: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	@echo "Installing $$(grep -c '==' requirements.lock) packages into $(VENV); this takes a few minutes the first time."
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
+	@touch $@
+
+# Spark takes JAVA_HOME before PATH, so that is the Java whose version counts.
+.PHONY: java
+java:
+	@major() { \
+		"$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version 2>&1 | sed -nE 's/.* version "(1\.)?([0-9]+).*/\2/p' | head -n 1; \
+	}; \
+	found=$$(major || true); \
+	if [ "$${found:-0}" -ge 17 ]; then exit 0; fi; \
+	if [ -z "$${JAVA_HOME:-}" ] && $(is-debian-root); then $(call debian-install,openjdk-17-jre-headless); exit 0; fi; \
+	echo "Spark needs Java 17 or newer, but $${JAVA_HOME:-PATH} has $${found:-none}; install a JRE" \
+		"(on Debian: apt-get install openjdk-17-jre-headless) or point JAVA_HOME to one." >&2; \
+	exit 1
+
+# Some tests want collations and extensions that the wheel's Postgres lacks; without these binaries they are skipped.
+.PHONY: postgres
+postgres: | java
+	@if compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null; then exit 0; fi; \
+	if $(is-debian-root); then $(call debian-install,postgresql); exit 0; fi; \
+	echo "Tests that need a full Postgres are skipped: there is none in /usr/lib/postgresql (on Debian: apt-get install postgresql)." >&2
+
+.PHONY: test
+test: $(INSTALLED) java postgres ## run all tests
+	$(BIN)/python -m pytest
+
+.PHONY: test-fast
+test-fast: $(INSTALLED) postgres ## run the tests that start neither Spark nor Airflow
+	$(BIN)/python -m pytest -m "not spark and not airflow"
+
+.PHONY: lint
+lint: $(INSTALLED) ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(INSTALLED) ## check types
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(INSTALLED) ## format the code and repair what can be repaired
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: demo
+demo: $(INSTALLED) java ## show it at work: two Postgres servers, Spark and Airflow, all temporary
+	$(BIN)/python -m airflow_cdc_provider.demo
+
+.PHONY: bench
+bench: $(INSTALLED) java ## run the benchmarks
+	$(BIN)/python -m benchmarks
+
+.PHONY: clean
+clean: ## remove caches and build output; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache spark-warehouse metastore_db derby.log
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

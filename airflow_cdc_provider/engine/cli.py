@@ -1,0 +1,229 @@
+"""``airflow-cdc``: the command line of a pipeline.
+
+For people by default: sentences, tables, a line of progress on long work. With
+``--json`` one object on standard output and everything else on standard error.
+Exit codes are those of :class:`.errors.ExitCode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode
+from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.run import record_error
+from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.table import human_bytes, text_table
+
+Handler = Callable[[Pipeline, argparse.Namespace, commands.Report], dict[str, Any]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        pipeline = Pipeline.load(options.pipeline)
+        result = _guarded(pipeline, options)
+    except CdcError as e:
+        if options.json:
+            print(json.dumps({"error": e.as_dict()}))
+        else:
+            print(f"{options.command}: {e.message}\n{e.solution}", file=sys.stderr)
+        return int(e.exit_code)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        print(_HUMAN.get(options.command, _plain)(result))
+    if options.command == "verify" and not result["equal"]:
+        return int(ExitCode.DIFFERENT)
+    return int(ExitCode.DONE)
+
+
+def _guarded(pipeline: Pipeline, options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        return _HANDLERS[options.command](pipeline, options, _Progress(options.json))
+    except DRIVER_ERRORS as e:
+        error = driver_failure(e, options.command)
+        with contextlib.suppress(CdcError):
+            record_error(State(pipeline.state), error)
+        raise error from e
+
+
+class _Progress:
+    """Shows progress: one line that is rewritten on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, json_output: bool) -> None:
+        self._terminal = sys.stderr.isatty() and not json_output
+        self._last = ""
+
+    def __call__(self, command: str, progress: dict[str, Any]) -> None:
+        line = _progress_line(command, progress)
+        if line == self._last:
+            return
+        self._last = line
+        print(f"\r\x1b[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
+        sys.stderr.flush()
+
+
+def _progress_line(command: str, progress: dict[str, Any]) -> str:
+    if command == "snapshot":
+        done, total = progress["finished"], progress["chunks"]
+        bar = ("█" * round(20 * done / max(1, total))).ljust(20, "░")
+        return f"snapshot {bar} {done}/{total} chunks, {progress['rows']:,} rows, {progress['rows_per_second']:,} rows/s"
+    if command == "stream":
+        return f"stream applied {progress['applied_lsn']}, {progress['changes']:,} changes"
+    return f"{command} {progress['table']} {progress['done']}/{progress['total']}"
+
+
+def _preflight(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
+    findings = preflight(pipeline)
+    if not options.json:
+        for finding in findings:
+            mark = "!" if finding.warning else "✓" if finding.ok else "✗"
+            remedy = f" {finding.error.solution}" if finding.error else ""
+            print(f"{mark} {finding.message}{remedy}")
+    for finding in findings:
+        if finding.error is not None:
+            raise finding.error
+    if options.spark:
+        from airflow_cdc_provider.engine.session import spark_session
+
+        with spark_session(pipeline, "preflight"):
+            pass
+    return {"findings": [commands.findings_dict(finding) for finding in findings]}
+
+
+def _group(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    try:
+        group = int(index), int(count)
+    except ValueError:
+        group = (0, 0)
+    if not 0 <= group[0] < group[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form i/n with 0 <= i < n")
+    return group
+
+
+def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError("drop needs a confirmation", "Add --yes.")
+        answer = input(f"Remove slot, publication, state and sink record of {pipeline.name}? Type its name: ")
+        if answer.strip() != pipeline.name:
+            raise ConfigError("drop was not confirmed", "Type the pipeline's name, or add --yes.")
+    return commands.drop(pipeline, takeover=options.takeover)
+
+
+_HANDLERS: dict[str, Handler] = {
+    "preflight": _preflight,
+    "provision": lambda p, o, r: commands.provision(p, o.takeover),
+    "snapshot": lambda p, o, r: commands.snapshot(p, epoch=o.epoch, group=o.group, takeover=o.takeover, report=r),
+    "stream": lambda p, o, r: commands.stream(p, until=o.until, epoch=o.epoch, takeover=o.takeover, report=r),
+    "run": lambda p, o, r: commands.run(p, takeover=o.takeover, report=r),
+    "stop": lambda p, o, r: commands.stop(p),
+    "status": lambda p, o, r: commands.status(p),
+    "verify": lambda p, o, r: commands.verify(p, report=r),
+    "drop": _drop,
+    "resnapshot": lambda p, o, r: commands.resnapshot(
+        p, tables=o.table or (), everything=o.all, where=o.where, takeover=o.takeover, report=r
+    ),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="airflow-cdc", description="Change data capture from Postgres on Spark.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, *, writes: bool = True) -> argparse.ArgumentParser:
+        sub = subparsers.add_parser(name, help=text, description=text)
+        sub.add_argument("--pipeline", required=True, metavar="FILE", help="the pipeline file")
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        if writes:
+            sub.add_argument("--takeover", action="store_true", help="go on although another run is alive")
+        return sub
+
+    preflight_ = command("preflight", "Check everything, change nothing.", writes=False)
+    preflight_.add_argument("--spark", action="store_true", help="also start Spark and check its executors")
+    command("provision", "Create or verify publication, slot, plan and sink record.")
+    snapshot = command("snapshot", "Work on chunks until all are finished.")
+    snapshot.add_argument("--group", type=_group, default=(0, 1), metavar="I/N", help="only chunks of group I of N")
+    stream = command("stream", "Follow the log.")
+    stream.add_argument("--until", default="stopped", metavar="stopped|caught-up|lsn:X/Y")
+    for part in (snapshot, stream):
+        part.add_argument("--epoch", type=int, help="the epoch of the run that this is a part of")
+    command("run", "Provision, snapshot, stream until caught up.")
+    command("stop", "Ask the running job to end after its current unit.", writes=False)
+    command("status", "Show where the pipeline is.", writes=False)
+    command("verify", "Compare source and sink.", writes=False)
+    drop = command("drop", "Remove slot, publication, state and sink record, never target tables.")
+    drop.add_argument("--yes", action="store_true", help="do not ask")
+    resnapshot = command("resnapshot", "Read tables again.")
+    resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE")
+    resnapshot.add_argument("--all", action="store_true", help="all tables, with a new slot and publication")
+    resnapshot.add_argument("--where", metavar="SQL", help="only rows that match on either side")
+    return parser
+
+
+def _plain(result: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in result.items() if not isinstance(value, list | dict))
+
+
+def _status(result: dict[str, Any]) -> str:
+    slot = result["slot"]
+    lines = [
+        f"pipeline {result['pipeline']}: {result['state']}, {'' if result['consistent'] else 'not yet '}consistent",
+        f"applied  {result['applied_lsn']}, lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']} s",
+    ]
+    if slot:
+        lines.append(
+            f"slot     restart_lsn {slot['restart_lsn']}, confirmed_flush_lsn {slot['confirmed_flush_lsn']},"
+            f" retains {human_bytes(slot['retained_bytes'])}, {slot['wal_status']}"
+        )
+    if result["last_error"]:
+        lines.append(f"error    {result['last_error']['message']} {result['last_error']['solution']}")
+    chunks = [[t["table"], f"{t['finished']}/{t['chunks']}", f"{t['rows']:,}"] for t in result["tables"]]
+    return "\n".join([*lines, text_table(["table", "chunks", "rows"], chunks)])
+
+
+def _verify(result: dict[str, Any]) -> str:
+    table = text_table(
+        ["table", "source rows", "target rows", "equal"],
+        [
+            [t["table"], f"{t['source_rows']:,}", f"{t['target_rows']:,}", "yes" if t["equal"] else "NO"]
+            for t in result["tables"]
+        ],
+    )
+    lines = [
+        f"{t['table']}: {d['kind']} {json.dumps(d['key'], ensure_ascii=False)}"
+        for t in result["tables"]
+        for d in t["differences"]
+    ]
+    if not result["equal"] and not result["live"] and result["lag_bytes"]:
+        lines.append(f"No stream is running, and {human_bytes(result['lag_bytes'])} of log have not been applied.")
+    return "\n".join([table, *lines])
+
+
+def _provision(result: dict[str, Any]) -> str:
+    return (
+        f"{len(result['tables'])} tables in {result['chunks']} chunks, epoch {result['epoch']},"
+        f" consistent from {result['consistent_point']}"
+    )
+
+
+_HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "status": _status,
+    "verify": _verify,
+    "provision": _provision,
+    "preflight": lambda result: f"All {len(result['findings'])} checks passed.",
+    "stop": lambda result: f"Asked {', '.join(result['asked'])} to end." if result["asked"] else "Nothing is running.",
+}

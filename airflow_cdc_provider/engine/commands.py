@@ -1,0 +1,448 @@
+"""What a user can ask of a pipeline, one function a command, for the command line and for Airflow.
+
+Each takes a pipeline, is idempotent, returns plain JSON values and raises
+:class:`.CdcError`. ``snapshot`` and ``stream`` start Spark; the others do not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from airflow_cdc_provider.engine import preflight as checks
+from airflow_cdc_provider.engine import reread, slot
+from airflow_cdc_provider.engine.catalog import Table, resolve
+from airflow_cdc_provider.engine.chunks import plan
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import Connection, connected, scalar
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.run import (
+    existing_record,
+    last_error,
+    refuse_second_writer,
+    request_stop,
+    run_part,
+    sink_of,
+    take_epoch,
+)
+from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.state import State, read_heartbeats
+from airflow_cdc_provider.engine.verify import Pair, compare, compare_changelog
+
+Report = Callable[[str, dict[str, Any]], None]
+"""Called with a command's name and its progress, about once a second."""
+
+_PROVISIONING = "provisioning.json"
+_REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
+
+
+def _silent(command: str, progress: dict[str, Any]) -> None:
+    return None
+
+
+def preflight(pipeline: Pipeline) -> dict[str, Any]:
+    """Check everything, change nothing.
+
+    :raises CdcError: the first finding that stands in the way.
+    """
+    findings = checks.preflight(pipeline)
+    checks.require(findings)
+    return {"findings": [findings_dict(finding) for finding in findings]}
+
+
+def findings_dict(finding: checks.Finding) -> dict[str, Any]:
+    """A finding as JSON values."""
+    solution = {"solution": finding.error.solution} if finding.error else {}
+    return {
+        "check": finding.check,
+        "ok": finding.ok,
+        "warning": finding.warning,
+        "message": finding.message,
+        **solution,
+    }
+
+
+def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
+    """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
+
+    Publication first, then the slot, then the barrier: from there on every transaction that the slot will not stream
+    is visible to every new snapshot, and chunks may be read.
+
+    :param takeover: go on although another run is alive.
+    """
+    checks.require(checks.preflight(pipeline))
+    state = State(pipeline.state)
+    refuse_second_writer(state, None, takeover)
+    sink, names = sink_of(pipeline), pipeline.source
+    with connected(names.dsn) as source:
+        tables = resolve(source, names.tables, pipeline.sink.mode)
+        record = sink.record()
+        if record is None:
+            _refuse_foreign_slot(source, pipeline, state)
+            identity, consistent = _make_slot(source, pipeline, state, tables)
+            sink.prepare(_targets(pipeline, tables), identity, consistent)
+        else:
+            slot.gate(source, names.slot, names.publication, dict(record.identity), record.applied)
+            added = _added_tables(record, tables)
+            if added:
+                slot.create_publication(source, names.publication, tables)
+                slot.barrier(source)
+                sink.prepare(_targets(pipeline, added), record.identity, record.applied)
+        record = existing_record(pipeline)
+        _plan(source, pipeline, record)
+        epoch = take_epoch(pipeline, state, takeover)
+        state.remove(_PROVISIONING)
+        record = existing_record(pipeline)
+        state.write("ledger.json", _ledger(record))
+        found = slot.read_slot(source, names.slot)
+    return {
+        "epoch": epoch,
+        "consistent_point": format_lsn(record.applied),
+        "tables": [target.table.label for target in record.targets],
+        "chunks": len(record.chunks),
+        **({} if found is None else found.as_dict()),
+    }
+
+
+def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
+    """Without a record, a slot of ours can only be what a provisioning left that broke off before its record."""
+    name = pipeline.source.slot
+    found = slot.read_slot(source, name)
+    if found is not None and (found.active or state.read(_PROVISIONING) is None):
+        raise GateClosed(
+            f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r}",
+            f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
+            " another slot name (`source.slot`).",
+        )
+
+
+def _make_slot(
+    source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
+) -> tuple[dict[str, Any], int]:
+    """Make publication and slot anew and pass the barrier; return the source's identity and the consistent point.
+
+    What fails half-way is taken back; what is killed half-way is removed by the next try.
+    """
+    names = pipeline.source
+    state.write(_PROVISIONING, {"slot": names.slot})
+    slot.drop_slot(source, names.slot)
+    created = slot.create_publication(source, names.publication, tables)
+    try:
+        consistent = slot.create_slot(source, names.slot)
+        slot.barrier(source)
+    except CdcError:
+        slot.drop_slot(source, names.slot)
+        if created:
+            slot.drop_publication(source, names.publication)
+        state.remove(_PROVISIONING)
+        raise
+    return slot.read_identity(source, names.slot, names.publication).to_dict(), consistent
+
+
+def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
+    return [Target(table, *checks.target_of(pipeline, table)) for table in tables]
+
+
+def _added_tables(record: Record, tables: Sequence[Table]) -> list[Table]:
+    """Tables that the file has gained; any other difference to what was recorded is refused."""
+    recorded = {target.table.label: target.table for target in record.targets}
+    gone = sorted(recorded.keys() - {table.label for table in tables})
+    if gone:
+        raise ConfigError(
+            f"source.tables no longer covers {', '.join(gone)}, which this pipeline captures",
+            "Put the tables back, or drop the pipeline and provision it again without them.",
+        )
+    changed = [table.label for table in tables if recorded.get(table.label, table) != table]
+    if changed:
+        raise CannotFollow(
+            f"the definition of {', '.join(changed)} has changed since it was captured",
+            f"Change the target tables alike. {_REPAIR}",
+        )
+    return [table for table in tables if table.label not in recorded]
+
+
+def _plan(source: Connection, pipeline: Pipeline, record: Record) -> None:
+    """Plan chunks for tables that have none."""
+    if pipeline.snapshot.mode == "never":
+        return
+    planned = {c.chunk.table for c in record.chunks}
+    sink = sink_of(pipeline)
+    for target in record.targets:
+        if target.table.label not in planned:
+            sink.plan(plan(source, target.table, pipeline.snapshot.chunk_rows))
+    failpoint("plan-written")
+
+
+def _ledger(record: Record) -> dict[str, Any]:
+    """The copy of the chunk ledger that stands in the state."""
+    return {
+        "chunks": [
+            {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
+            for c in record.chunks
+            if c.keys is None
+        ]
+    }
+
+
+def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
+    """The chunks that have not been committed."""
+    record = existing_record(pipeline)
+    return [{"table": c.table, "index": c.index, "title": c.title} for c in record.unfinished]
+
+
+def snapshot(
+    pipeline: Pipeline,
+    *,
+    epoch: int | None = None,
+    group: tuple[int, int] = (0, 1),
+    takeover: bool = False,
+    report: Report = _silent,
+) -> dict[str, Any]:
+    """Copy chunks until all of the group are finished.
+
+    :param epoch: of the run that this is a part of; ``None`` for a run of its own.
+    :param group: ``(i, n)``: work on chunks whose ordinal modulo n is i.
+    """
+    from airflow_cdc_provider.engine.session import spark_session
+    from airflow_cdc_provider.engine.snapshot import SnapshotProgress, choose_chunks, copy_chunks
+
+    with run_part(pipeline, f"snapshot-{group[0]}", epoch, takeover) as (run, record):
+        chunks = choose_chunks(record, *group)
+        if not chunks:
+            return {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
+
+        def tell(progress: SnapshotProgress) -> None:
+            run.progress = _rate(progress.__dict__, progress.rows)
+            report("snapshot", run.progress)
+
+        with spark_session(pipeline, "snapshot") as spark:
+            progress = copy_chunks(spark, run, record, chunks, tell)
+        run.state.write("ledger.json", _ledger(existing_record(pipeline)))
+        return _rate(progress.__dict__, progress.rows)
+
+
+def stream(
+    pipeline: Pipeline,
+    *,
+    until: str = "stopped",
+    epoch: int | None = None,
+    takeover: bool = False,
+    report: Report = _silent,
+) -> dict[str, Any]:
+    """Follow the log.
+
+    :param until: ``stopped``, ``caught-up`` (everything committed before this command began, and H, is durable in the
+        sink) or ``lsn:X/Y``.
+    """
+    from airflow_cdc_provider.engine.session import spark_session
+    from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+
+    wanted = _until(until)
+    with run_part(pipeline, "stream", epoch, takeover) as (run, record):
+        if record.unfinished:
+            raise GateClosed(
+                f"{len(record.unfinished)} chunks of pipeline {pipeline.name!r} have not been read",
+                "Run `airflow-cdc snapshot` first; `airflow-cdc run` does both.",
+            )
+        target = wanted
+        if until == "caught-up":
+            with connected(pipeline.source.dsn) as source:
+                target = max(slot.emit_marker(source, "caught-up"), record.high)
+
+        def tell(progress: StreamProgress) -> None:
+            values = {"applied_lsn": format_lsn(progress.applied), "changes": progress.changes}
+            run.progress = _rate(values | {"seconds": progress.seconds}, progress.changes)
+            report("stream", run.progress)
+
+        with spark_session(pipeline, "stream") as spark:
+            progress = StreamJob(spark, run, record, tell).follow(target)
+        return {
+            "applied_lsn": format_lsn(progress.applied),
+            "changes": progress.changes,
+            "caught_up": target is not None and progress.applied >= target,
+        }
+
+
+def _until(until: str) -> int | None:
+    if until in ("stopped", "caught-up"):
+        return None
+    kind, _, text = until.partition(":")
+    try:
+        if kind == "lsn":
+            return parse_lsn(text)
+    except ValueError:
+        pass
+    raise ConfigError(f"--until {until!r} is not valid", "Give stopped, caught-up or lsn:X/Y.")
+
+
+def _rate(values: dict[str, Any], rows: int) -> dict[str, Any]:
+    seconds = float(values["seconds"])
+    return {**values, "rows_per_second": round(rows / seconds) if seconds > 0 else 0}
+
+
+def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent) -> dict[str, Any]:
+    """Provision, snapshot, stream until caught up; with ``snapshot.mode: only``, remove the slot then."""
+    provisioned = provision(pipeline, takeover)
+    epoch = int(provisioned["epoch"])
+    copied = snapshot(pipeline, epoch=epoch, report=report)
+    if existing_record(pipeline).unfinished:  # asked to stop
+        return {"snapshot": copied, "stream": None}
+    streamed = stream(pipeline, until="caught-up", epoch=epoch, report=report)
+    if pipeline.snapshot.mode == "only":
+        with connected(pipeline.source.dsn) as source:
+            slot.drop_slot(source, pipeline.source.slot)
+            slot.drop_publication(source, pipeline.source.publication)
+    return {"snapshot": copied, "stream": streamed}
+
+
+def stop(pipeline: Pipeline) -> dict[str, Any]:
+    """Ask the running job to end after its current unit."""
+    state = State(pipeline.state)
+    record = existing_record(pipeline)
+    alive = [beat.part for beat in read_heartbeats(state) if beat.alive]
+    if alive:
+        request_stop(state, record.epoch)
+    return {"asked": alive}
+
+
+def status(pipeline: Pipeline) -> dict[str, Any]:
+    """Where the pipeline is."""
+    state = State(pipeline.state)
+    record = sink_of(pipeline).record()
+    beats = [beat for beat in read_heartbeats(state) if beat.alive]
+    error = last_error(state)
+    with connected(pipeline.source.dsn) as source:
+        found = slot.read_slot(source, pipeline.source.slot)
+        lag_bytes = lag_seconds = None
+        if record is not None:
+            lag_bytes, lag_seconds = _lag(source, record)
+    tables: dict[str, dict[str, Any]] = {}
+    for c in record.chunks if record else ():
+        if c.keys is None:
+            table = tables.setdefault(c.chunk.table, {"table": c.chunk.table, "chunks": 0, "finished": 0, "rows": 0})
+            table["chunks"] += 1
+            table["finished"] += c.watermark is not None
+            table["rows"] += c.rows
+    return {
+        "pipeline": pipeline.name,
+        "state": _condition(record, [beat.part for beat in beats], error),
+        "epoch": record.epoch if record else None,
+        "consistent": record.consistent if record else False,
+        "applied_lsn": format_lsn(record.applied) if record else None,
+        "lag_bytes": lag_bytes,
+        "lag_seconds": lag_seconds,
+        "slot": found.as_dict() if found else None,
+        "tables": list(tables.values()),
+        "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
+        "last_error": error,
+    }
+
+
+def _condition(record: Record | None, parts: list[str], error: dict[str, Any] | None) -> str:
+    if record is None:
+        return "new"
+    if parts:
+        return "streaming" if "stream" in parts else "snapshotting"
+    return "failed" if error else "stopped"
+
+
+def _lag(source: Connection, record: Record) -> tuple[int, float]:
+    """Bytes between the applied LSN and the end of the log, and seconds since the sink last advanced while behind."""
+    query = "SELECT greatest(pg_wal_lsn_diff(pg_current_wal_flush_lsn(), %s), 0)::bigint"
+    behind = int(scalar(source, query, [format_lsn(record.applied)]))
+    return behind, round(max(0.0, time.time() - record.advanced), 3) if behind else 0.0
+
+
+class _LiveStream:
+    """A stream that another process runs, seen through the sink's record."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def passed(self, lsn: int, timeout: float) -> bool:
+        return slot.wait_until(lambda: existing_record(self._pipeline).applied >= lsn, timeout)
+
+
+def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
+    """Compare source and sink, table by table."""
+    record = existing_record(pipeline)
+    live = any(beat.alive and beat.part == "stream" for beat in read_heartbeats(State(pipeline.state)))
+    pairs = [Pair(t.table, t.schema, t.name) for t in record.targets if t.table.key]
+    function = compare if pipeline.sink.mode == "mirror" else compare_changelog
+
+    def tell(table: str, done: int, total: int) -> None:
+        report("verify", {"table": table, "done": done, "total": total})
+
+    with connected(pipeline.source.dsn) as source, connected(pipeline.sink.dsn) as target:
+        lag, _ = _lag(source, record)
+        results = function(source, target, pairs, _LiveStream(pipeline) if live else None, tell)
+    return {
+        "equal": all(result.equal for result in results),
+        "tables": [result.as_dict() for result in results],
+        "live": live,
+        "lag_bytes": lag,
+        "not_compared": [t.table.label for t in record.targets if not t.table.key],
+    }
+
+
+def resnapshot(
+    pipeline: Pipeline,
+    *,
+    tables: Sequence[str] = (),
+    everything: bool = False,
+    where: str | None = None,
+    takeover: bool = False,
+    report: Report = _silent,
+) -> dict[str, Any]:
+    """Read tables again: the live stream does it between two units, or else this command.
+
+    :param everything: recreate publication and slot too, and read all tables: the repair for a lost slot.
+    :param where: read only rows that match on either side.
+    """
+    if everything == bool(tables) or (everything and where):
+        raise ConfigError(
+            "resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two."
+        )
+    if everything:
+        return _start_over(pipeline, takeover, report)
+    state, record = State(pipeline.state), existing_record(pipeline)
+    for label in tables:
+        reread.target_of(record, label)
+    if any(beat.alive and beat.part == "stream" for beat in read_heartbeats(state)) and not takeover:
+        name = reread.request(state, list(tables), where)
+        return {"requested": name, "rows": None}
+    with run_part(pipeline, "resnapshot", None, takeover) as (run, record):
+        rows = sum(reread.read_again(run, record, label, where) for label in tables)
+    return {"requested": None, "rows": rows}
+
+
+def _start_over(pipeline: Pipeline, takeover: bool, report: Report) -> dict[str, Any]:
+    """Recreate publication and slot, then read every table again, each as one unit: readers see no hole."""
+    state, sink = State(pipeline.state), sink_of(pipeline)
+    existing_record(pipeline)
+    take_epoch(pipeline, state, takeover)
+    with connected(pipeline.source.dsn) as source:
+        tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        slot.drop_slot(source, pipeline.source.slot)
+        slot.drop_publication(source, pipeline.source.publication)
+        identity, consistent = _make_slot(source, pipeline, state, tables)
+        sink.restart(_targets(pipeline, tables), identity, consistent)
+    state.remove("checkpoint")
+    state.remove(_PROVISIONING)
+    copied = snapshot(pipeline, report=report)
+    return {"requested": None, "rows": copied["rows"]}
+
+
+def drop(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
+    """Remove slot, publication, state, sink record and staging; never target tables."""
+    state = State(pipeline.state)
+    refuse_second_writer(state, None, takeover)
+    with connected(pipeline.source.dsn) as source:
+        slot.drop_slot(source, pipeline.source.slot)
+        slot.drop_publication(source, pipeline.source.publication)
+    sink_of(pipeline).drop()
+    state.remove("")
+    return {"dropped": pipeline.name}

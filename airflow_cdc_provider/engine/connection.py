@@ -1,0 +1,127 @@
+"""Connections to Postgres servers, for control queries and COPY.
+
+Every session fixes the settings that decide how values look as text: what a role
+or a database sets by default would otherwise leak into snapshot and stream. The
+same settings are given to the replication connection and to ADBC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+
+import psycopg2
+import psycopg2.extensions
+
+from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege
+
+Connection: TypeAlias = psycopg2.extensions.connection
+
+SESSION = {
+    "datestyle": "ISO",
+    "intervalstyle": "postgres",
+    "extra_float_digits": "3",
+    "TimeZone": "UTC",
+    "bytea_output": "hex",
+    "client_encoding": "UTF8",
+    "lc_monetary": "C",
+    "xmlbinary": "base64",
+    "search_path": "pg_catalog",
+}
+
+CONNECT_TIMEOUT = 10
+
+
+def session_dsn(dsn: str, application: str, settings: Mapping[str, str] | None = None) -> str:
+    """Return ``dsn`` with the session settings, a connect timeout and an application name.
+
+    :param dsn: a libpq URI; options it already carries win over ours where they are not settings.
+    :param application: shown in ``pg_stat_activity``.
+    :param settings: further server settings of the session.
+    """
+    parts = urlsplit(dsn)
+    query = dict(parse_qsl(parts.query))
+    options = " ".join(f"-c {name}={value}" for name, value in (SESSION | dict(settings or {})).items())
+    query["options"] = f"{query['options']} {options}" if "options" in query else options
+    query.setdefault("connect_timeout", str(CONNECT_TIMEOUT))
+    query.setdefault("application_name", application)
+    query.setdefault("keepalives_idle", "30")
+    return urlunsplit(parts._replace(query=urlencode(query, quote_via=quote)))
+
+
+def describe(dsn: str) -> str:
+    """The server and database of a DSN, without user or password, for messages."""
+    parts = urlsplit(dsn)
+    return f"{parts.hostname or 'localhost'}:{parts.port or 5432}/{unquote(parts.path.lstrip('/'))}"
+
+
+def connect(
+    dsn: str,
+    application: str = "airflow-cdc",
+    *,
+    autocommit: bool = True,
+    settings: Mapping[str, str] | None = None,
+) -> Connection:
+    """Open a connection with the session settings of this engine.
+
+    :raises ConnectionFailed: when the server cannot be reached or refuses the login.
+    """
+    try:
+        connection = psycopg2.connect(session_dsn(dsn, application, settings))
+    except psycopg2.OperationalError as e:
+        raise ConnectionFailed(
+            f"cannot connect to {describe(dsn)}: {_first_line(e)}",
+            "Check that the server runs and is reachable from here, and that user, password and database are right.",
+        ) from None
+    connection.autocommit = autocommit
+    return connection
+
+
+@contextmanager
+def connected(
+    dsn: str, application: str = "airflow-cdc", *, settings: Mapping[str, str] | None = None
+) -> Iterator[Connection]:
+    """An autocommitting connection that is closed at the end of the block."""
+    connection = connect(dsn, application, settings=settings)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def rows(connection: Connection, query: Any, parameters: Any = None) -> list[tuple[Any, ...]]:
+    """Execute a query and return all its rows (none when it has no result).
+
+    :param query: SQL text or a ``psycopg2.sql`` composition.
+    :raises MissingPrivilege: when the role may not execute it.
+    """
+    with connection.cursor() as cursor:
+        try:
+            cursor.execute(query, parameters)
+        except psycopg2.errors.InsufficientPrivilege as e:
+            user = connection.info.user
+            raise MissingPrivilege(
+                f"role {user!r} may not do this on {connection.info.host}:{connection.info.port}/"
+                f"{connection.info.dbname}: {_first_line(e)}",
+                f"Grant the role {user!r} the privilege that the message names.",
+            ) from e
+        return cursor.fetchall() if cursor.description else []
+
+
+def row(connection: Connection, query: Any, parameters: Any = None) -> tuple[Any, ...]:
+    """Execute a query that returns exactly one row, and return it."""
+    (only,) = rows(connection, query, parameters)
+    return only
+
+
+def scalar(connection: Connection, query: Any, parameters: Any = None) -> Any:
+    """Execute a query that returns exactly one value, and return it."""
+    (value,) = row(connection, query, parameters)
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,291 @@
+"""From a raw piece of the log to what it does to each target table.
+
+Runs on executors. A piece is decoded, every change is held against the chunks
+that already contain it, and what is left is collapsed to one row a key (mirror)
+or kept change by change (changelog). Values are text throughout; the sink gives
+them types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.errors import CannotFollow
+from airflow_cdc_provider.engine.merge import (
+    Halves,
+    Visibility,
+    collapse,
+    keep,
+    split,
+    truncate_visibility,
+)
+from airflow_cdc_provider.engine.pgoutput import Changes
+from airflow_cdc_provider.engine.visibility import Snapshot
+
+ERASED = "erased"
+MISSING = "missing"
+OP = "op"
+UNCHANGED = "unchanged"
+OLD_KIND = "old_kind"
+
+AskChunks = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class TableFilter:
+    """Which changes of a table are already in its chunks.
+
+    :param bounds: lower bounds of all chunks but the first, as key texts, ascending.
+    :param snapshots: the chunks' snapshots.
+    :param reread: key texts that were read again, with the snapshot of that read.
+    """
+
+    bounds: tuple[tuple[str, ...], ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+    reread: Mapping[tuple[str, ...], Snapshot] | None = None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a piece does to one table.
+
+    :param label: the source table.
+    :param truncate: the table is emptied first.
+    :param rows: in mirror mode one row a key: ``erased`` (bool), ``c0`` … the captured columns as text,
+        and where values were not sent ``missing`` (text, an int[] of column indices) and ``o0`` … the key
+        under which the sink has them. In changelog mode one row a change: ``op``, ``commit_lsn``, ``seq``,
+        ``xid``, ``commit_ts`` (microseconds since 1970), ``c0`` …, and where there are any ``unchanged``
+        (text, a text[] of names), ``old_kind`` and ``b0`` … the old row or key.
+    """
+
+    label: str
+    truncate: bool
+    rows: pa.Table
+
+
+@dataclass(frozen=True)
+class PieceEffects:
+    """The effects of a piece, in the order in which they must be applied.
+
+    :param split_truncates: tables with a truncate that some of their chunks contain and others do not.
+    """
+
+    effects: tuple[Effect, ...]
+    split_truncates: frozenset[str]
+
+
+def effects(
+    decoded: Sequence[Changes],
+    tables: Mapping[int, Table],
+    filters: Mapping[str, TableFilter],
+    mode: Literal["mirror", "changelog"],
+    ask: AskChunks,
+) -> PieceEffects:
+    """Work out what decoded changes do to the target tables.
+
+    :param tables: captured tables by the oid of each of their leaves.
+    :param filters: open filters by table label.
+    :param ask: tells the chunks of keys, see :func:`.chunks.chunk_of`.
+    :raises CannotFollow: when a table's columns are not those that were captured.
+    """
+    result: list[Effect] = []
+    split_truncates: set[str] = set()
+    for table, changes in _by_table(decoded, tables):
+        filter_ = filters.get(table.label, TableFilter())
+        key = tuple(_index(table, name) for name in table.key)
+        truncated_at = -1
+        for row in np.flatnonzero(changes.op == ord("t")):
+            visibility = truncate_visibility(int(changes.xid[row]), filter_.snapshots)
+            if visibility is Visibility.NONE:
+                truncated_at = int(row)
+            elif visibility is Visibility.SOME:
+                split_truncates.add(table.label)
+        halves = split(changes, key)
+        kept = _keep(halves, changes, table, filter_, ask)
+        if mode == "mirror":
+            rows = _mirror_rows(changes, halves, kept, key, truncated_at)
+        else:
+            rows = _changelog_rows(changes, halves, kept, key, table, filter_)
+        if rows.num_rows or truncated_at >= 0:
+            result.append(Effect(table.label, truncated_at >= 0, rows))
+    return PieceEffects(tuple(result), frozenset(split_truncates))
+
+
+def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Table]) -> list[tuple[Table, Changes]]:
+    """Bring changes into the captured columns, and the changes of all leaves of a table into one order."""
+    result: list[tuple[Table, Changes]] = []
+    partitioned: dict[str, list[tuple[Table, Changes]]] = {}
+    for changes in decoded:
+        relation = changes.relation
+        table = tables.get(relation.oid)
+        if table is None:
+            raise CannotFollow(
+                f"the stream carries changes of {relation.schema}.{relation.name}, which this pipeline does not capture",
+                "Run `airflow-cdc resnapshot --all` after a change of partitions or of the publication.",
+            )
+        aligned = (table, _align(changes, table))
+        if len(table.leaves) > 1:
+            partitioned.setdefault(table.label, []).append(aligned)
+        else:
+            result.append(aligned)
+    for parts in partitioned.values():
+        result.append((parts[0][0], _interleave([changes for _, changes in parts])))
+    return result
+
+
+def _align(changes: Changes, table: Table) -> Changes:
+    """Bring the columns of a relation into the order of the captured ones."""
+    names = [column.name for column in changes.relation.columns]
+    types = {column.name: column.type_oid for column in changes.relation.columns}
+    captured = {column.name: column.type_oid for column in table.columns}
+    if types != captured:
+        differing = sorted({name for name, _ in types.items() ^ captured.items()})
+        raise CannotFollow(
+            f"the columns of {table.label} have changed at the source: {', '.join(differing)}",
+            f"Change the target table alike, then run `airflow-cdc resnapshot --table {table.label}`.",
+        )
+    order = [names.index(column.name) for column in table.columns]
+    if order == list(range(len(order))):
+        return changes
+    return replace(
+        changes,
+        new=tuple(changes.new[i] for i in order),
+        old=None if changes.old is None else tuple(changes.old[i] for i in order),
+        unchanged={order.index(i): mask for i, mask in changes.unchanged.items()},
+    )
+
+
+def _interleave(parts: Sequence[Changes]) -> Changes:
+    """Join the changes of several leaves in the order of the log, by change of transaction and sequence."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [len(part.op) for part in parts]
+    order = np.argsort(np.concatenate([part.order for part in parts]), kind="stable")
+    take = pa.array(order)
+
+    def vector(name: str) -> NDArray[np.int64]:
+        joined: NDArray[np.int64] = np.concatenate([getattr(part, name) for part in parts])[order]
+        return joined
+
+    def columns(arrays: Sequence[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
+        return tuple(pa.concat_arrays(column).take(take) for column in zip(*arrays, strict=True))
+
+    width = len(parts[0].new)
+    absent = [tuple(pa.nulls(n, pa.large_string()) for _ in range(width)) for n in lengths]
+    old = [part.old or nulls for part, nulls in zip(parts, absent, strict=True)]
+    unchanged = {}
+    for column in sorted({c for part in parts for c in part.unchanged}):
+        masks = [
+            part.unchanged.get(column, np.zeros(n, dtype=np.bool_)) for part, n in zip(parts, lengths, strict=True)
+        ]
+        unchanged[column] = np.concatenate(masks)[order]
+    return Changes(
+        relation=parts[0].relation,
+        order=vector("order"),
+        op=np.concatenate([part.op for part in parts])[order],
+        xid=vector("xid"),
+        commit_lsn=vector("commit_lsn"),
+        commit_ts=vector("commit_ts"),
+        seq=vector("seq"),
+        new=columns([part.new for part in parts]),
+        unchanged=unchanged,
+        old=columns(old) if any(part.old is not None for part in parts) else None,
+        old_kind=np.concatenate([part.old_kind for part in parts])[order],
+    )
+
+
+def _index(table: Table, name: str) -> int:
+    return [column.name for column in table.columns].index(name)
+
+
+def _keep(
+    halves: Halves, changes: Changes, table: Table, filter_: TableFilter, ask: AskChunks
+) -> NDArray[np.bool_]:
+    kept = keep(halves, changes.xid, lambda keys: ask(table, filter_.bounds, keys), filter_.snapshots)
+    if filter_.reread:
+        xids = changes.xid[halves.row]
+        texts = zip(*(column.to_pylist() for column in halves.key), strict=True)
+        for half, text in enumerate(texts):
+            if text in filter_.reread:
+                kept[half] = not filter_.reread[text].visible([xids[half]])[0]
+    return kept
+
+
+def _mirror_rows(
+    changes: Changes, halves: Halves, kept: NDArray[np.bool_], key: tuple[int, ...], truncated_at: int
+) -> pa.Table:
+    net = collapse(changes, halves, kept, key, truncated_at)
+    columns = {ERASED: pa.array(net.erased)}
+    columns |= {f"c{i}": column for i, column in enumerate(net.rows.columns)}
+    if net.missing:
+        columns[MISSING] = _array_literal({str(i): mask for i, mask in net.missing.items()})
+        columns |= {f"o{i}": column for i, column in enumerate(net.origin)}
+    return pa.table(columns)
+
+
+def _changelog_rows(
+    changes: Changes,
+    halves: Halves,
+    kept: NDArray[np.bool_],
+    key: tuple[int, ...],
+    table: Table,
+    filter_: TableFilter,
+) -> pa.Table:
+    """One row a change; of a key change of which one half is in its chunk, the other half as insert or delete."""
+    count = len(changes.op)
+    op = changes.op.copy()
+    written, erased = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
+    written[halves.row[kept & ~halves.erase]] = True
+    erased[halves.row[kept & halves.erase]] = True
+    moved = np.zeros(count, dtype=np.bool_)
+    moved[halves.row[halves.moved_from >= 0]] = True
+    op[moved & written & ~erased] = ord("i")
+    op[moved & erased & ~written] = ord("d")
+    stays = written | erased
+    for row in np.flatnonzero(changes.op == ord("t")):
+        stays[row] = truncate_visibility(int(changes.xid[row]), filter_.snapshots) is not Visibility.ALL
+
+    take = pa.array(np.flatnonzero(stays))
+    deleted = pa.array(op == ord("d"))
+    columns = {
+        OP: pa.array([chr(code) for code in op]),
+        "commit_lsn": pa.array(changes.commit_lsn),
+        "seq": pa.array(changes.seq),
+        "xid": pa.array(changes.xid),
+        "commit_ts": pa.array(changes.commit_ts),
+    }
+    for i, column in enumerate(changes.new):
+        # A delete tells its key; the other columns of its row are in _before alone.
+        gone = changes.old[i] if i in key and changes.old is not None else pa.scalar(None, pa.large_string())
+        columns[f"c{i}"] = pc.if_else(deleted, gone, column)
+    if changes.unchanged:
+        columns[UNCHANGED] = _array_literal(
+            {_quoted(table.columns[i].name): mask & (op != ord("d")) for i, mask in changes.unchanged.items()}
+        )
+    if changes.old is not None:
+        kind = pa.array([chr(code) if code else None for code in changes.old_kind], pa.string())
+        columns[OLD_KIND] = pc.if_else(pa.array(op == ord("i")), pa.scalar(None, pa.string()), kind)
+        columns |= {f"b{i}": column for i, column in enumerate(changes.old)}
+    return pa.table(columns).take(take)
+
+
+def _array_literal(masks: Mapping[str, NDArray[np.bool_]]) -> pa.Array:
+    """For each row the Postgres array of the names whose mask is set, as text; null where none is."""
+    any_ = pa.array(np.logical_or.reduce(list(masks.values())))
+    parts = [pc.if_else(pa.array(mask), f"{name},", "") for name, mask in masks.items()]
+    joined = pc.binary_join_element_wise(*parts, "") if len(parts) > 1 else parts[0]
+    literal = pc.binary_join_element_wise("{", pc.utf8_rtrim(joined, ","), "}", "")
+    return pc.if_else(any_, literal, pa.scalar(None, pa.string()))
+
+
+def _quoted(name: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,166 @@
+"""The errors of the engine: one tree, each with a solution and a retry directive.
+
+An error says what happened, with the names and values involved; ``solution``
+says what to do about it. Its class decides what the process exits with and
+whether trying again can help, so that the command line, the restart strategy of
+the stream and the retries of Airflow agree without knowing each other.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of ``airflow-cdc``."""
+
+    DONE = 0
+    FAILED = 1
+    INVALID = 2
+    REFUSED = 3
+    DIFFERENT = 4
+
+
+class Retry(Enum):
+    """What a caller should do after an error."""
+
+    RETRY = "retry"
+    FAIL = "fail"
+    ASK = "ask"
+
+
+class CdcError(Exception):
+    """Root of all errors of the engine: something failed.
+
+    :param message: what happened, with names and values.
+    :param solution: what the user should do.
+    """
+
+    exit_code = ExitCode.FAILED
+    retry = Retry.FAIL
+
+    def __init__(self, message: str, solution: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.solution = solution
+
+    @property
+    def kind(self) -> str:
+        """The name of the error's class, as it stands in ``--json`` output."""
+        return type(self).__name__
+
+    def as_dict(self) -> dict[str, str]:
+        """The ``error`` object of ``--json`` output."""
+        return {"kind": self.kind, "message": self.message, "solution": self.solution}
+
+    def __reduce__(self) -> tuple[type[CdcError], tuple[str, str]]:
+        """Pickle by message and solution, so that errors cross from executors to the driver."""
+        return type(self), (self.message, self.solution)
+
+
+# Exit 2: the pipeline file or the options are wrong.
+
+
+class ConfigError(CdcError):
+    """The pipeline file or a command-line option is wrong; nothing was touched."""
+
+    exit_code = ExitCode.INVALID
+
+
+class UnknownTable(ConfigError):
+    """A table named in the pipeline file does not exist or matches nothing."""
+
+
+class UncapturableTable(ConfigError):
+    """A table exists, but changes to it cannot be captured as asked (no key, unlogged, a view)."""
+
+
+# Exit 1: the environment failed.
+
+
+class ConnectionFailed(CdcError):
+    """A server cannot be reached or refused the login."""
+
+    retry = Retry.RETRY
+
+
+class ServerNotReady(CdcError):
+    """The source server is not set up for logical replication (wal_level, slots, senders, privileges)."""
+
+
+class MissingPrivilege(CdcError):
+    """The role may not do what the pipeline needs."""
+
+
+class StateUnwritable(CdcError):
+    """The state location cannot be written or read."""
+
+
+class Blocked(CdcError):
+    """Waiting for other transactions took longer than the timeout; the blockers are named."""
+
+    retry = Retry.RETRY
+
+
+class StreamFailed(CdcError):
+    """The replication stream or a Spark job broke; going on from the last commit is safe."""
+
+    retry = Retry.RETRY
+
+
+class SparkUnusable(CdcError):
+    """Spark cannot be started, or its executors lack what the engine needs."""
+
+
+class ProtocolError(CdcError):
+    """The server sent bytes that the pgoutput protocol does not allow."""
+
+
+class Failpoint(CdcError):
+    """A failpoint set by ``AIRFLOW_CDC_FAILPOINT`` fired."""
+
+    retry = Retry.RETRY
+
+
+# Exit 3: refused to protect data.
+
+
+class Refused(CdcError):
+    """Going on could lose or corrupt data, so nothing was done."""
+
+    exit_code = ExitCode.REFUSED
+    retry = Retry.ASK
+
+
+class GateClosed(Refused):
+    """The source is not what the sink's commit record was written from, or its slot cannot continue it."""
+
+
+class SecondWriter(Refused):
+    """Another run of the same pipeline is alive."""
+
+    retry = Retry.RETRY
+
+
+class Fenced(Refused):
+    """Another run has taken over the pipeline's epoch; this one must not commit any more."""
+
+    retry = Retry.FAIL
+
+
+class ForeignTable(Refused):
+    """A target table exists with rows that this pipeline did not write."""
+
+
+class SinkIsSource(Refused):
+    """Source and sink are the same database."""
+
+
+class StagingLost(Refused):
+    """The staged rows of a unit are not those that were written; the unit was not committed."""
+
+    retry = Retry.RETRY
+
+
+class CannotFollow(Refused):
+    """The stream carries a change of schema that cannot be applied to the sink."""

@@ -1,0 +1,30 @@
+"""Failpoints: places in the protocol at which a test can break or stop the process.
+
+``AIRFLOW_CDC_FAILPOINT=name:error|kill|pause`` arms one of them. ``error`` raises,
+``kill`` ends the process as ``kill -9`` would, ``pause`` stops it until SIGCONT.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from airflow_cdc_provider.engine.errors import Failpoint
+
+VARIABLE = "AIRFLOW_CDC_FAILPOINT"
+
+
+def failpoint(name: str) -> None:
+    """Fire if the environment arms the failpoint ``name``.
+
+    :raises Failpoint: when armed with ``error``.
+    """
+    armed, _, action = os.environ.get(VARIABLE, "").partition(":")
+    if armed != name:
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "pause":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    raise Failpoint(f"failpoint {name} fired", f"Unset {VARIABLE}.")

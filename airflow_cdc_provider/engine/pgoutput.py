@@ -1,0 +1,396 @@
+"""Decodes Postgres's logical replication stream into Arrow, a whole piece of it at a time.
+
+The format is protocol version 1 of the ``pgoutput`` plugin with values as text (Postgres documentation, "Logical
+Replication Message Formats"). A Python loop over rows would be slower than the server sends, so each step here works
+on all messages of a piece, or on one column of all rows of a relation, at once: a row's values lie one behind the
+other with their lengths between them, so the positions of a column in *all* rows give those of the next column.
+
+Nothing is interpreted: values stay text, and relations are what the server says. A piece carries the context that its
+messages need (relations, open transaction), so pieces can be decoded anywhere and in any order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from airflow_cdc_provider.engine.errors import ProtocolError
+from airflow_cdc_provider.engine.lsn import format_lsn
+
+Ints = NDArray[np.int64]
+Octets = NDArray[np.uint8]
+Flags = NDArray[np.bool_]
+
+_EPOCH = 946_684_800_000_000  # 2000-01-01, where Postgres counts from, in microseconds since the Unix epoch
+_B, _C, _R, _I, _U, _D, _T = b"BCRIUDT"
+_KEY, _OLD, _NEW = b"KON"
+_NULL, _UNCHANGED, _TEXT = b"nut"
+
+# By kind of message: its least size (0 for kinds that protocol 1 does not have), and how many rows it changes (for
+# TRUNCATE, which changes one for each relation it lists, more is found out later).
+_LEAST, _CHANGES = np.zeros((2, 256), np.int64)
+_LEAST[list(b"BCORYIUDTM")] = 21, 26, 10, 10, 7, 8, 8, 8, 6, 15
+_CHANGES[[_I, _U, _D, _T]] = 1
+
+_OPTIONS = "Start replication with proto_version '1' and without the options binary, streaming and two_phase."
+_REPORT = "Start the stream again from its last commit; if that fails too, report it with the server's version."
+
+
+@dataclass(frozen=True)
+class OpenTransaction:
+    """The transaction that a piece begins inside of, as in :class:`Changes`; ``seq`` is that of its last row change."""
+
+    xid: int
+    commit_lsn: int
+    commit_ts: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of messages with the context needed to decode it alone.
+
+    :param data: message bodies one behind the other, without the XLogData headers.
+    :param lengths: the length of each, as little-endian 32-bit integers.
+    :param relations: the Relation messages in force at the start; of several for an oid the last counts.
+    :param transaction: the transaction in progress at the start, None outside of one.
+    """
+
+    data: bytes = field(repr=False)
+    lengths: bytes = field(repr=False)
+    relations: tuple[bytes, ...]
+    transaction: OpenTransaction | None
+
+    def to_bytes(self) -> bytes:
+        """Pack the piece for shipping; :meth:`from_bytes` is the inverse."""
+        t = self.transaction
+        opened = struct.pack("<Iqqq", t.xid, t.commit_lsn, t.commit_ts, t.seq) if t else b""
+        parts = [opened, self.lengths, self.data, *self.relations]
+        return b"".join([struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts)), *parts])
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> Piece:
+        """Unpack what :meth:`to_bytes` returned.
+
+        :raises ProtocolError: when ``packed`` is something else or incomplete.
+        """
+        try:
+            (count,) = struct.unpack_from("<I", packed)
+            edges = list(accumulate(struct.unpack_from(f"<{count}Q", packed, 4), initial=4 + 8 * count))
+            opened, lengths, data, *relations = (packed[start:end] for start, end in pairwise(edges))
+            transaction = OpenTransaction(*struct.unpack("<Iqqq", opened)) if opened else None
+            if edges[-1] != len(packed):
+                raise ValueError(f"it should have {edges[-1]}")
+        except (struct.error, ValueError) as error:
+            solution = "Let driver and executors run the same version of airflow-cdc-provider."
+            raise ProtocolError(f"not a packed piece, {len(packed)} bytes: {error}", solution) from None
+        return cls(data, lengths, tuple(relations), transaction)
+
+
+@dataclass(frozen=True)
+class RelationColumn:
+    """A column as a Relation message describes it; ``key``: it is part of the replica identity."""
+
+    name: str
+    type_oid: int
+    type_modifier: int
+    key: bool
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A table as a Relation message describes it; ``replica_identity``: d(efault), n(othing), f(ull) or i(ndex)."""
+
+    oid: int
+    schema: str
+    name: str
+    replica_identity: str
+    columns: tuple[RelationColumn, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """The row changes of one version of a relation within one piece, in their order.
+
+    A relation that is described anew, and differently, within the piece has a ``Changes`` for each description.
+
+    :param order: index of each row's message within the piece; a TRUNCATE gives each of its relations a row.
+    :param op: ``i``, ``u``, ``d`` or ``t``, as byte values.
+    :param xid: transaction id (32 bits).
+    :param commit_lsn: the LSN of the transaction's commit record.
+    :param commit_ts: microseconds since the Unix epoch.
+    :param seq: 1, 2, 3 and so on within the transaction, across relations and pieces.
+    :param new: the new row, one array of large strings for each column; null for deletes and truncates, and where
+        a TOASTed value was not sent because it did not change.
+    :param unchanged: by index of the column, where that was so; only columns that have it.
+    :param old: the old key or row, like ``new``; None if no row carries one.
+    :param old_kind: ``K`` (only columns of the replica identity have values), ``O`` (the whole row) or 0 (none).
+    """
+
+    relation: Relation
+    order: Ints
+    op: Octets
+    xid: Ints
+    commit_lsn: Ints
+    commit_ts: Ints
+    seq: Ints
+    new: tuple[pa.Array, ...]
+    unchanged: dict[int, Flags]
+    old: tuple[pa.Array, ...] | None
+    old_kind: Octets
+
+
+def parse_relation(body: bytes) -> Relation:
+    """Parse the body of a Relation message.
+
+    :raises ProtocolError: when it is not one.
+    """
+    try:
+        kind, oid = struct.unpack_from(">cI", body)
+        schema, name, rest = body[5:].split(b"\0", 2)
+        identity, count = struct.unpack_from(">cH", rest)
+        at, columns = 3, []
+        for _ in range(count):
+            end = rest.index(b"\0", at + 1)
+            type_oid, modifier = struct.unpack_from(">Ii", rest, end + 1)
+            columns.append(RelationColumn(rest[at + 1 : end].decode(), type_oid, modifier, bool(rest[at] & 1)))
+            at = end + 9
+        if kind != b"R" or identity not in (b"d", b"n", b"f", b"i") or at != len(rest):
+            raise ValueError(f"kind {kind!r}, replica identity {identity!r}, {len(rest) - at} bytes too many")
+        return Relation(oid, schema.decode(), name.decode(), identity.decode(), tuple(columns))
+    except (struct.error, ValueError) as error:
+        message = f"malformed Relation message of {len(body)} bytes, {body[:60]!r}: {error}"
+        raise ProtocolError(message, _REPORT) from None
+
+
+def decode(piece: Piece) -> list[Changes]:
+    """Decode the row changes of a piece: an entry for each version of a relation, ordered by their first messages.
+
+    :raises ProtocolError: when the bytes are not what the protocol allows.
+    """
+    wire = _Wire.of(piece)
+    rows = _rows(wire, piece.transaction)
+    versions = _versions(wire, piece.relations)
+    # A row belongs to the version of its oid that began last before it: one binary search for all rows, in which the
+    # first key stands for "none".
+    oids = np.array([-1, *(relation.oid for _, relation in versions)], np.int64)
+    keys = np.array([0, *(relation.oid << 32 | since for since, relation in versions)], np.uint64)
+    sought = rows.oid.astype(np.uint64) << np.uint64(32) | rows.order.astype(np.uint64)
+    found = np.searchsorted(keys, sought, side="right") - 1
+    _refuse(
+        oids[found] != rows.oid,
+        lambda i: f"{wire.name(rows.order[i])} changes relation {rows.oid[i]}, which has not been described",
+        "Start the stream again from its last commit: the server then describes every relation anew.",
+    )
+    grouped = np.argsort(found.astype(np.min_scalar_type(len(keys))), kind="stable")  # small integers: a radix sort
+    parts = np.split(grouped, np.flatnonzero(np.diff(found[grouped])) + 1) if len(found) else []
+    parts.sort(key=lambda part: int(part[0]))
+    return [_changes(wire, versions[found[part[0]] - 1][1], rows.take(part)) for part in parts]
+
+
+def _refuse(bad: Flags, describe: Callable[[int], str], solution: str = _REPORT) -> None:
+    """Raise for the first ``bad`` one, if there is any."""
+    if bad.any():
+        raise ProtocolError(describe(int(bad.argmax())), solution)
+
+
+@dataclass(frozen=True, eq=False)
+class _Wire:
+    """The bytes of a piece and where its messages are: arrays with one entry for each message."""
+
+    data: bytes
+    start: Ints
+    length: Ints
+    kind: Octets
+
+    @classmethod
+    def of(cls, piece: Piece) -> _Wire:
+        data, length = piece.data, np.frombuffer(piece.lengths, "<i4").astype(np.int64)
+        _refuse(length < 1, lambda i: f"message {i} of the piece has {length[i]} bytes")
+        if length.sum() != len(data):
+            raise ProtocolError(f"the messages of a piece have {length.sum()} bytes, its data {len(data)}", _REPORT)
+        start = np.cumsum(length) - length
+        wire = cls(data, start, length, np.frombuffer(data, np.uint8)[start])
+        least = _LEAST[wire.kind]
+        _refuse(least == 0, lambda i: f"{wire.name(i)} is of a kind that protocol version 1 does not have", _OPTIONS)
+        _refuse(length < least, lambda i: f"{wire.name(i)} is cut short: its kind has {least[i]} bytes or more")
+        return wire
+
+    def read(self, dtype: str, at: Ints) -> NDArray[Any]:
+        """Gather the numbers that begin at ``at``; anything beyond the end of the data, which callers check."""
+        size = np.dtype(dtype).itemsize
+        window = np.ndarray((max(len(self.data) - size + 1, 0),), dtype, self.data, strides=(1,))
+        return window[np.minimum(at, len(window) - 1)]
+
+    def name(self, i: int) -> str:
+        return f"message {i} of the piece (kind {chr(self.kind[i])!r}, {self.length[i]} bytes)"
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Row changes: arrays with one entry for each; ``start`` and ``end`` are those of its message in the data."""
+
+    order: Ints
+    op: Octets
+    oid: Ints
+    start: Ints
+    end: Ints
+    xid: Ints
+    commit_lsn: Ints
+    commit_ts: Ints
+    seq: Ints
+
+    def take(self, index: Ints) -> _Rows:
+        return _Rows(*(getattr(self, f.name)[index] for f in fields(self)))
+
+
+def _rows(wire: _Wire, opened: OpenTransaction | None) -> _Rows:
+    """Find the row changes, and the transaction of each."""
+    begins = wire.kind == _B
+    inside = np.cumsum(begins) - np.cumsum(wire.kind == _C) + (opened is not None)
+    _refuse(inside > 1, lambda i: f"{wire.name(i)} begins a transaction inside another")
+    _refuse(inside < 0, lambda i: f"{wire.name(i)} commits outside a transaction")
+    count = _CHANGES[wire.kind]
+    _refuse(count > inside, lambda i: f"{wire.name(i)} changes rows outside a transaction")
+    truncates = np.flatnonzero(wire.kind == _T)
+    listed = count[truncates] = wire.read(">i4", wire.start[truncates] + 1)
+    wrong = wire.length[truncates] != 6 + 4 * count[truncates]
+    _refuse(wrong, lambda i: f"{wire.name(truncates[i])} has not the length that {listed[i]} relations need")
+
+    # Of each transaction, where the first is the one that was open.
+    first, at = opened or OpenTransaction(0, 0, 0, 0), wire.start[begins]
+    commit_lsn = np.append(first.commit_lsn, wire.read(">i8", at + 1))
+    commit_ts = np.append(first.commit_ts, wire.read(">i8", at + 9) + _EPOCH)
+    xid = np.append(first.xid, wire.read(">u4", at + 17))
+    before = np.cumsum(count) - count
+    earlier = np.append(-first.seq, before[begins])
+
+    order = np.repeat(np.arange(len(count)), count)
+    number, start, op = np.arange(len(order)), wire.start[order], wire.kind[order]
+    oid_at = start + np.where(op == _T, 6 + 4 * (number - before[order]), 1)
+    transaction = np.cumsum(begins)[order]
+    return _Rows(
+        order=order,
+        op=op | np.uint8(0x20),  # to lower case
+        oid=wire.read(">u4", oid_at).astype(np.int64),
+        start=start,
+        end=start + wire.length[order],
+        xid=xid[transaction],
+        commit_lsn=commit_lsn[transaction],
+        commit_ts=commit_ts[transaction],
+        seq=number + 1 - earlier[transaction],
+    )
+
+
+def _versions(wire: _Wire, relations: Sequence[bytes]) -> list[tuple[int, Relation]]:
+    """List the versions of relations, each with the message from which on it holds, ordered by oid and message."""
+    described = [(0, body) for body in relations]
+    for i in np.flatnonzero(wire.kind == _R).tolist():
+        described.append((i, wire.data[wire.start[i] : wire.start[i] + wire.length[i]]))
+    in_force: dict[bytes, bytes] = {}
+    versions = []
+    for since, body in described:
+        oid = body[1:5]
+        if in_force.get(oid) != body:  # the server repeats itself after every invalidation of its cache
+            in_force[oid] = body
+            versions.append((since, parse_relation(body)))
+    return sorted(versions, key=lambda version: (version[1].oid, version[0]))
+
+
+def _changes(wire: _Wire, relation: Relation, rows: _Rows) -> Changes:
+    """Decode the rows of one version of a relation."""
+
+    def name(i: int) -> str:
+        change = f"{chr(rows.op[i])!r} of {relation.schema}.{relation.name}"
+        commit = format_lsn(int(rows.commit_lsn[i]))
+        return f"message {rows.order[i]} of the piece ({change} in transaction {rows.xid[i]}, committed at {commit})"
+
+    inserted, updated, deleted = (rows.op == op for op in b"iud")
+    with_new = inserted | updated
+    kind = wire.read("u1", rows.start + 5)
+    with_old = (updated | deleted) & ((kind == _KEY) | (kind == _OLD))
+    bad = (with_new & ~with_old & (kind != _NEW)) | (deleted & ~with_old)
+    _refuse(bad, lambda i: f"{name(i)} has a row of kind {chr(kind[i])!r}")
+
+    at, old = rows.start + 6, None
+    if with_old.any():
+        old, missing, at[with_old] = _tuples(wire, relation, with_old, at[with_old], rows.end[with_old], name)
+        if missing:
+            column, where = next(iter(missing.items()))
+            _refuse(where, lambda i: f"{name(i)} leaves out the old value of {relation.columns[column].name}")
+        both = with_old & updated
+        _refuse(both & (wire.read("u1", at) != _NEW), lambda i: f"{name(i)} has no new row behind the old one")
+        at += both
+    new, unchanged, at[with_new] = _tuples(wire, relation, with_new, at[with_new], rows.end[with_new], name)
+    bad = (with_new | deleted) & (at != rows.end)
+    _refuse(bad, lambda i: f"{name(i)} has {rows.end[i] - at[i]} bytes too many")
+    common = (rows.order, rows.op, rows.xid, rows.commit_lsn, rows.commit_ts, rows.seq)
+    return Changes(relation, *common, new, unchanged, old, np.where(with_old, kind, np.uint8(0)))
+
+
+def _tuples(
+    wire: _Wire, relation: Relation, present: Flags, at: Ints, end: Ints, name: Callable[[int], str]
+) -> tuple[tuple[pa.Array, ...], dict[int, Flags], Ints]:
+    """Decode a tuple each of the rows that are ``present``.
+
+    :param at, end: where the tuple begins and where its message ends; of the present rows only, as all that follows.
+    :param name: describes a row, by its index among all.
+    :returns: for all rows, an array for each column and where values are left out; where the tuples end.
+    """
+    index, width, count = np.flatnonzero(present), len(relation.columns), wire.read(">u2", at)
+    _refuse(count != width, lambda i: f"{name(index[i])} has {count[i]} values for {width} columns")
+    at = at + 2
+    arrays, unchanged = [], {}
+    for number, column in enumerate(relation.columns):
+        kind, start, at = _values(wire, at, end, column.name, lambda i: name(index[i]))
+        arrays.append(_strings(wire.data, start, at, kind == _TEXT, present))
+        if (kind == _UNCHANGED).any():
+            unchanged[number] = np.zeros(len(present), np.bool_)
+            unchanged[number][index] = kind == _UNCHANGED
+    return tuple(arrays), unchanged, at
+
+
+def _values(
+    wire: _Wire, at: Ints, end: Ints, column: str, name: Callable[[int], str]
+) -> tuple[NDArray[Any], Ints, Ints]:
+    """Return the kinds of the values that stand at ``at``, and where they start and end."""
+    kind = wire.read("u1", at)
+    text = kind == _TEXT
+    bad = ~(text | (kind == _NULL) | (kind == _UNCHANGED)) & (at < end)
+    _refuse(bad, lambda i: f"{name(i)} has a value of kind {chr(kind[i])!r} for {column}", _OPTIONS)
+    length = np.where(text, wire.read(">i4", at + 1), 0)
+    start = at + np.where(text, 5, 1)
+    left = end - start
+    bad = (length < 0) | (length > left)
+    _refuse(bad, lambda i: f"{name(i)} is cut short: {length[i]} bytes for {column}, but {left[i]} are left")
+    return kind, start, start + length
+
+
+def _strings(data: bytes, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:
+    """Collect the values of one column; ``text``: which of the present rows have one (not null, not left out).
+
+    Values and the bytes between them are an Arrow array without any copying, because positions grow from row to row.
+    Its even elements are the column, and Arrow's filter gathers them faster than NumPy can.
+    """
+    size = 2 * len(start)
+    edges = np.full(size + 1, len(data), np.int64)
+    edges[:-1:2], edges[1::2] = start, end
+    buffers = [None, pa.py_buffer(edges), pa.py_buffer(data)]
+    even = [None, pa.py_buffer(np.full(size // 8 + 1, 0b01010101, np.uint8))]
+    values = pa.Array.from_buffers(pa.large_string(), size, buffers).filter(
+        pa.Array.from_buffers(pa.bool_(), size, even)
+    )
+    valid, (_, offsets, characters) = text, values.buffers()
+    if len(text) < len(present):  # rows without a tuple become empty and null
+        offsets = pa.py_buffer(np.frombuffer(offsets, np.int64)[np.append(0, np.cumsum(present))])
+        valid = np.zeros(len(present), np.bool_)
+        valid[present] = text
+    bits = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    return pa.Array.from_buffers(pa.large_string(), len(present), [bits, offsets, characters])

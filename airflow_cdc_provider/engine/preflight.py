@@ -1,0 +1,501 @@
+"""Everything about a pipeline that can be checked without Spark and without changing anything.
+
+Each check is one sentence, with a remedy when it fails, and the checks go on after a failure wherever the next one
+still means something: whoever sets up a source with the help of its administrator wants the whole list at once, not
+one refusal a day.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote, urlsplit
+
+import fsspec
+import psycopg2
+from psycopg2 import sql
+from psycopg2.extensions import connection as Connection
+
+from airflow_cdc_provider.engine.catalog import Leaf, Table, resolve
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import connect, describe, row, rows, scalar
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ConfigError,
+    ConnectionFailed,
+    ForeignTable,
+    MissingPrivilege,
+    ServerNotReady,
+    SinkIsSource,
+    StateUnwritable,
+)
+
+T = TypeVar("T")
+
+MINIMUM_VERSION = 140000
+RECORDS_SCHEMA = "airflow_cdc"
+# Shorter timeouts end the stream at every pause of the network; status goes out every third of it.
+SANE_SENDER_TIMEOUT_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    :param check: the check's short name.
+    :param message: one sentence.
+    :param error: why the pipeline cannot run; ``None`` when the check passed or merely warns.
+    """
+
+    check: str
+    ok: bool
+    message: str
+    error: CdcError | None = None
+    warning: bool = False
+
+
+class _Warning(Exception):
+    """Raised by a check that has something to say but does not stand in the way."""
+
+
+@dataclass
+class _Checks:
+    """Runs checks and collects what they find."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    def run(self, check: str, function: Callable[[], T], describe: Callable[[T], str] = str) -> T | None:
+        """Run one check; ``describe`` puts its result into a sentence. ``None`` when it failed."""
+        try:
+            result = function()
+        except _Warning as e:
+            self.findings.append(Finding(check, True, str(e), warning=True))
+        except CdcError as e:
+            self.findings.append(Finding(check, False, f"{e.message}.", e))
+        except psycopg2.Error as e:
+            broken = ConnectionFailed(f"the check {check} failed: {str(e).strip()}", "Look into the server's log.")
+            self.findings.append(Finding(check, False, broken.message, broken))
+        else:
+            self.findings.append(Finding(check, True, describe(result)))
+            return result
+        return None
+
+
+def preflight(pipeline: Pipeline) -> list[Finding]:
+    """Check source, tables, publication, sink and state of a pipeline; changes nothing.
+
+    :returns: the findings in the order of the checks; pass them to :func:`require` to go on only if all is well.
+    """
+    checks = _Checks()
+    with ExitStack() as stack:
+
+        def open_connection(role: str, dsn: str) -> Connection | None:
+            def opened() -> Connection:
+                return stack.enter_context(closing(connect(dsn, "airflow-cdc preflight")))
+
+            return checks.run(role, opened, lambda _: f"{role} {describe(dsn)} is reachable.")
+
+        source = open_connection("source", pipeline.source.dsn)
+        tables: tuple[Table, ...] | None = None
+        if source is not None and checks.run("version", partial(_version, source)) is not None:
+            for name, check in _SOURCE_CHECKS.items():
+                checks.run(name, partial(check, source, pipeline))
+            tables = checks.run(
+                "tables",
+                lambda: resolve(source, pipeline.source.tables, pipeline.sink.mode),
+                lambda found: f"Tables that can be captured: {len(found)}.",
+            )
+            if tables is not None:
+                for name, table_check in _TABLE_CHECKS.items():
+                    checks.run(name, partial(table_check, source, pipeline, tables))
+        sink = open_connection("sink", pipeline.sink.dsn)
+        if sink is not None and source is not None:
+            checks.run("identity", partial(_identity, source, sink, pipeline))
+        if sink is not None and tables is not None:
+            checks.run("targets", partial(_target_names, pipeline, tables))
+            checks.run("sink privileges", partial(_sink_privileges, sink, pipeline, tables))
+            checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
+    checks.run("state", partial(_state, pipeline.state))
+    return checks.findings
+
+
+def require(findings: Sequence[Finding]) -> None:
+    """Raise the error of the first finding that has one.
+
+    :raises CdcError: of the class that fits the finding.
+    """
+    for finding in findings:
+        if finding.error is not None:
+            raise finding.error
+
+
+def target_of(pipeline: Pipeline, table: Table) -> tuple[str, str]:
+    """Schema and name of the target of a source table."""
+    return pipeline.sink.schema.replace("{schema}", table.schema), table.name
+
+
+def publication_sql(connection: Connection, publication: str, tables: Sequence[Table]) -> str:
+    """The statement that creates a publication of the tables' leaves, with the columns and conditions of their rules.
+
+    :param connection: to the source.
+    :param publication: its name.
+    :raises ConfigError: when rules choose columns or rows and the server is older than Postgres 15.
+    """
+    items = ", ".join(_published(connection, table, leaf) for table in tables for leaf in table.leaves)
+    name = sql.Identifier(publication).as_string(connection)
+    return (
+        f"CREATE PUBLICATION {name}{' FOR TABLE ' if items else ''}{items} WITH (publish_via_partition_root = false);"
+    )
+
+
+def _published(connection: Connection, table: Table, leaf: Leaf) -> str:
+    if (table.column_list or table.where is not None) and connection.info.server_version < 150000:
+        raise ConfigError(
+            f"source.tables: columns and where of {table.label} need Postgres 15 or newer on the source",
+            "Remove columns and where from the rule, or upgrade the source.",
+        )
+    parts = [sql.SQL("ONLY {}").format(sql.Identifier(leaf.schema, leaf.name))]
+    if table.column_list:
+        names = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.columns)
+        parts.append(sql.SQL(" ({})").format(names))
+    if table.where is not None:
+        parts.append(sql.SQL(" WHERE (") + sql.SQL(table.where) + sql.SQL("\n)"))
+    return sql.Composed(parts).as_string(connection)
+
+
+def _version(source: Connection) -> str:
+    version = source.info.parameter_status("server_version")
+    if source.info.server_version < MINIMUM_VERSION:
+        raise ServerNotReady(f"the source is Postgres {version}", "Upgrade it to Postgres 14 or newer.")
+    return f"The source is Postgres {version}."
+
+
+def _primary(source: Connection, pipeline: Pipeline) -> str:
+    if scalar(source, "SELECT pg_catalog.pg_is_in_recovery()"):
+        raise ServerNotReady("the source is a standby", "Give source.dsn the primary's address.")
+    return "The source is a primary."
+
+
+def _wal_level(source: Connection, pipeline: Pipeline) -> str:
+    level = scalar(source, "SELECT pg_catalog.current_setting('wal_level')")
+    if level != "logical":
+        raise ServerNotReady(
+            f"wal_level of the source is {level}, not logical",
+            "Run: ALTER SYSTEM SET wal_level = 'logical'; and restart the server "
+            "(on Amazon RDS set rds.logical_replication = 1 and reboot).",
+        )
+    return "wal_level is logical."
+
+
+def _replication(source: Connection, pipeline: Pipeline) -> str:
+    # RDS reserves the attribute REPLICATION for itself and grants this role in its place.
+    user = _user(source)
+    may = scalar(
+        source,
+        "SELECT rolreplication OR rolsuper OR EXISTS (SELECT FROM pg_catalog.pg_roles r"
+        " WHERE r.rolname = 'rds_replication' AND pg_catalog.pg_has_role(u.oid, r.oid, 'USAGE'))"
+        " FROM pg_catalog.pg_roles u WHERE rolname = current_user",
+    )
+    if not may:
+        raise MissingPrivilege(
+            f"role {user} may not use replication",
+            f"Run: ALTER ROLE {user} WITH REPLICATION; (on Amazon RDS: GRANT rds_replication TO {user};)",
+        )
+    return f"Role {user} may use replication."
+
+
+def _slot(source: Connection, pipeline: Pipeline) -> str:
+    slot = pipeline.source.slot
+    found = rows(
+        source,
+        "SELECT plugin IS NOT DISTINCT FROM 'pgoutput' AND database = pg_catalog.current_database(), active"
+        " FROM pg_catalog.pg_replication_slots WHERE slot_name = %s",
+        [slot],
+    )
+    if found and not found[0][0]:
+        raise ServerNotReady(
+            f"replication slot {slot!r} exists, but not for pgoutput in this database", "Choose another source.slot."
+        )
+    used, limit, senders, sender_limit = row(
+        source,
+        "SELECT (SELECT pg_catalog.count(*) FROM pg_catalog.pg_replication_slots),"
+        " pg_catalog.current_setting('max_replication_slots')::int,"
+        " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_replication),"
+        " pg_catalog.current_setting('max_wal_senders')::int",
+    )
+    if not found and used >= limit:
+        raise ServerNotReady(
+            f"no replication slot is free: {used} of max_replication_slots = {limit} are in use",
+            "Drop a slot that nobody reads, or raise max_replication_slots and restart the server.",
+        )
+    if not (found and found[0][1]) and senders >= sender_limit:
+        raise ServerNotReady(
+            f"no WAL sender is free: {senders} of max_wal_senders = {sender_limit} are in use",
+            "Raise max_wal_senders and restart the server.",
+        )
+    return f"Slot {slot!r} exists." if found else f"A slot and a WAL sender are free ({used} of {limit} slots in use)."
+
+
+def _retention(source: Connection, pipeline: Pipeline) -> str:
+    limit = scalar(source, "SELECT pg_catalog.current_setting('max_slot_wal_keep_size')")
+    if limit == "-1":
+        raise _Warning(
+            "max_slot_wal_keep_size is -1: while the pipeline stands still, its slot keeps WAL until the source's "
+            "disk is full; watch the slot, or set a limit (beyond which the pipeline has to read all tables again)."
+        )
+    return f"A slot keeps at most {limit} of WAL; a pipeline that falls further behind has to read all tables again."
+
+
+def _sender_timeout(source: Connection, pipeline: Pipeline) -> str:
+    shown, seconds = row(
+        source,
+        "SELECT pg_catalog.current_setting('wal_sender_timeout'),"
+        " setting::int8 / 1000.0 FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout'",
+    )
+    if seconds == 0:
+        raise _Warning("wal_sender_timeout is 0: a broken connection holds the slot for ever; 60s is usual.")
+    if seconds < SANE_SENDER_TIMEOUT_SECONDS:
+        raise _Warning(f"wal_sender_timeout is {shown}: short pauses will end the stream; 60s is usual.")
+    return f"wal_sender_timeout is {shown}."
+
+
+def _encoding(source: Connection, pipeline: Pipeline) -> str:
+    encoding = scalar(source, "SELECT pg_catalog.getdatabaseencoding()")
+    if encoding in ("SQL_ASCII", "MULE_INTERNAL"):
+        raise ServerNotReady(
+            f"the source database has encoding {encoding}, from which there is no sure way to UTF-8",
+            "Move the data to a database with encoding UTF8.",
+        )
+    return f"The source database has encoding {encoding}."
+
+
+def _select(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    # Of the whole table, not of its columns: the snapshot's LOCK TABLE asks for that.
+    unreadable = _leaves_where(
+        source,
+        tables,
+        "NOT (pg_catalog.has_table_privilege(c.oid, 'SELECT')"
+        " AND pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE'))",
+    )
+    if unreadable:
+        names = ", ".join(unreadable)
+        schemas = ", ".join(sorted({name.partition(".")[0] for name in unreadable}))
+        user = _user(source)
+        raise MissingPrivilege(
+            f"role {user} may not read {names}",
+            f"Run: GRANT USAGE ON SCHEMA {schemas} TO {user}; GRANT SELECT ON {names} TO {user};",
+        )
+    return "All tables can be read."
+
+
+def _row_security(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    hidden = _leaves_where(source, tables, "pg_catalog.row_security_active(c.oid)")
+    if hidden:
+        user = _user(source)
+        raise MissingPrivilege(
+            f"row-level security hides rows of {', '.join(hidden)} from role {user}",
+            f"Run: ALTER ROLE {user} WITH BYPASSRLS; or let the tables' owner disable row-level security.",
+        )
+    return "No row is hidden by row-level security."
+
+
+def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    name = pipeline.source.publication
+    quoted = sql.Identifier(name).as_string(source)
+    statement = publication_sql(source, name, tables)
+    not_owned = _leaves_where(source, tables, "NOT pg_catalog.pg_has_role(c.relowner, 'USAGE')")
+    found = rows(
+        source,
+        "SELECT pubinsert AND pubupdate AND pubdelete AND pubtruncate AND NOT pubviaroot,"
+        " pg_catalog.pg_has_role(pubowner, 'USAGE') FROM pg_catalog.pg_publication WHERE pubname = %s",
+        [name],
+    )
+    if not found:
+        create = "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE')"
+        if not_owned or not scalar(source, create):
+            reason = f"does not own {', '.join(not_owned)}" if not_owned else "lacks CREATE on the database"
+            raise MissingPrivilege(
+                f"publication {name!r} does not exist, and role {_user(source)} cannot create it because it {reason}",
+                f"Let the tables' owner, with CREATE on the database, or a superuser run: {statement}",
+            )
+        return f"Publication {name!r} can be created."
+    complete, is_ours = found[0]
+    if not complete:
+        raise ServerNotReady(
+            f"publication {name!r} does not publish all operations, or publishes partitions as their root",
+            f"Run: ALTER PUBLICATION {quoted} SET (publish = 'insert, update, delete, truncate', "
+            "publish_via_partition_root = false);",
+        )
+    missing, different = _published_otherwise(source, name, tables)
+    if different or (missing and (not_owned or not is_ours)):
+        shown = ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in different or missing)
+        what = "publishes other columns or rows of" if different else "lacks"
+        body = statement.partition(" FOR ")[2].rpartition(" WITH ")[0]
+        raise MissingPrivilege(
+            f"publication {name!r} {what} {shown}", f"Let its owner run: ALTER PUBLICATION {quoted} SET {body};"
+        )
+    return f"Publication {name!r} exists" + (", tables will be added to it." if missing else " and has all tables.")
+
+
+def _published_otherwise(source: Connection, name: str, tables: Sequence[Table]) -> tuple[list[Leaf], list[Leaf]]:
+    """The leaves that a publication lacks, and those of which it publishes other columns or rows than captured."""
+    details = "attnames::text[], rowfilter IS NOT NULL" if source.info.server_version >= 150000 else "NULL, false"
+    query = f"SELECT schemaname, tablename, {details} FROM pg_catalog.pg_publication_tables WHERE pubname = %s"
+    published = {(schema, table): rest for schema, table, *rest in rows(source, query, [name])}
+    missing, different = [], []
+    for table in tables:
+        captured = {column.name for column in table.columns}
+        for leaf in table.leaves:
+            if (leaf.schema, leaf.name) not in published:
+                missing.append(leaf)
+                continue
+            columns, is_filtered = published[leaf.schema, leaf.name]
+            if is_filtered != (table.where is not None) or (columns is not None and not captured <= set(columns)):
+                different.append(leaf)
+    return missing, different
+
+
+def _identity(source: Connection, sink: Connection, pipeline: Pipeline) -> str:
+    query = "SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system())::text, pg_catalog.current_database()"
+    if row(source, query) == row(sink, query):
+        raise SinkIsSource(
+            f"source and sink are the same database, {describe(pipeline.sink.dsn)}", "Give sink.dsn another database."
+        )
+    return "Source and sink are different databases."
+
+
+def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    counts = Counter(target_of(pipeline, table) for table in tables)
+    for (schema, name), count in counts.items():
+        if count > 1:
+            raise ConfigError(
+                f"sink.schema: {count} source tables would share the target {schema}.{name}",
+                "Use {schema} in sink.schema, or capture one of them in another pipeline.",
+            )
+    return "Every table has a target of its own."
+
+
+def _sink_privileges(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    if scalar(sink, "SELECT pg_catalog.pg_is_in_recovery()"):
+        raise ServerNotReady("the sink is a standby", "Give sink.dsn the primary's address.")
+    wanted = sorted({RECORDS_SCHEMA, *(target_of(pipeline, table)[0] for table in tables)})
+    query = (
+        "SELECT nspname, pg_catalog.has_schema_privilege(oid, 'USAGE')"
+        " AND pg_catalog.has_schema_privilege(oid, 'CREATE') FROM pg_catalog.pg_namespace WHERE nspname = ANY (%s)"
+    )
+    existing = dict(rows(sink, query, [wanted]))
+    create = scalar(sink, "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE')")
+    user = _user(sink)
+    for schema in wanted:
+        quoted = sql.Identifier(schema).as_string(sink)
+        if schema not in existing and not create:
+            raise MissingPrivilege(
+                f"role {user} may not create schema {schema} in the sink",
+                f"Run: CREATE SCHEMA {quoted} AUTHORIZATION {user};",
+            )
+        if not existing.get(schema, True):
+            raise MissingPrivilege(
+                f"role {user} may not create tables in schema {schema} of the sink",
+                f"Run: GRANT USAGE, CREATE ON SCHEMA {quoted} TO {user};",
+            )
+    return "Schemas and tables can be created in the sink."
+
+
+def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    recorded: dict[tuple[str, str], tuple[str, str]] = {}
+    if scalar(sink, "SELECT pg_catalog.to_regclass(%s) IS NOT NULL", [f"{RECORDS_SCHEMA}.tables"]):
+        query = f"SELECT target_schema, target_table, pipeline, source_table FROM {RECORDS_SCHEMA}.tables"
+        recorded = {(schema, name): (owner, table) for schema, name, owner, table in rows(sink, query)}
+    for table in tables:
+        schema, name = target_of(pipeline, table)
+        owner = recorded.get((schema, name))
+        if owner == (pipeline.name, table.label):
+            continue
+        target = sql.Identifier(schema, name)
+        advice = "Empty or drop the table, or give the pipeline another target schema (sink.schema)."
+        if owner is not None:
+            raise ForeignTable(
+                f"the target table {schema}.{name} belongs to pipeline {owner[0]!r}, which copies {owner[1]} into it",
+                "Give the pipeline another target schema (sink.schema), or drop the other one.",
+            )
+        if not scalar(sink, "SELECT pg_catalog.to_regclass(%s) IS NOT NULL", [target.as_string(sink)]):
+            continue
+        if rows(sink, sql.SQL("SELECT FROM {} LIMIT 1").format(target)):
+            raise ForeignTable(
+                f"the target table {schema}.{name} exists and has rows that pipeline {pipeline.name!r} did not write",
+                advice,
+            )
+    return "No target table has rows of others."
+
+
+def _state(url: str) -> str:
+    """Check that the state directory can be made or written, without making it."""
+    advice = "Give `state` a location that this machine and Spark's driver can write."
+    parts = urlsplit(url)
+    try:
+        if parts.scheme == "file":
+            folder = Path(unquote(parts.path))
+            while not os.path.lexists(folder):
+                folder = folder.parent
+            # A file without a name: the only sure test, since root passes every look at permissions.
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        else:
+            _list_nearest(url)
+    except Exception as e:  # object stores raise classes of their own
+        raise StateUnwritable(f"state {url} cannot be written: {e}", advice) from e
+    return f"State {url} can be written."
+
+
+def _list_nearest(url: str) -> None:
+    """List the nearest folder that exists, at the latest the root or bucket.
+
+    :raises FileNotFoundError: when not even that exists.
+    """
+    system, path = fsspec.url_to_fs(url)
+    while True:
+        try:
+            system.ls(path, detail=False)
+            return
+        except FileNotFoundError:
+            parent = system._parent(path)
+            if parent == path or not parent:  # a bucket has no parent
+                raise
+            path = parent
+
+
+def _leaves_where(source: Connection, tables: Sequence[Table], condition: str) -> list[str]:
+    """The quoted names of the leaves ``c`` (of ``pg_class``) that meet a condition."""
+    query = (
+        "SELECT pg_catalog.format('%%I.%%I', n.nspname, c.relname) FROM pg_catalog.pg_class c"
+        " JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
+        f" WHERE c.oid = ANY (%s::pg_catalog.oid[]) AND {condition} ORDER BY 1"
+    )
+    return [name for (name,) in rows(source, query, [[leaf.oid for table in tables for leaf in table.leaves]])]
+
+
+def _user(connection: Connection) -> str:
+    return str(scalar(connection, "SELECT pg_catalog.quote_ident(current_user)"))
+
+
+_SOURCE_CHECKS: dict[str, Callable[[Connection, Pipeline], str]] = {
+    "primary": _primary,
+    "wal_level": _wal_level,
+    "replication": _replication,
+    "slot": _slot,
+    "wal retention": _retention,
+    "wal_sender_timeout": _sender_timeout,
+    "encoding": _encoding,
+}
+_TABLE_CHECKS: dict[str, Callable[[Connection, Pipeline, Sequence[Table]], str]] = {
+    "select": _select,
+    "row security": _row_security,
+    "publication": _publication,
+}

@@ -1,0 +1,207 @@
+"""A run of a pipeline: who may write, under which epoch, and that it is alive.
+
+One run owns the epoch and hands it to its parts. A part beats its heart in the
+state location; a second writer is refused while that heart beats, and fenced by
+the epoch in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.errors import CdcError, Fenced, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.sinks.base import Record, Sink
+from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
+from airflow_cdc_provider.engine.slot import end_walsender, gate
+from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+
+_BEAT_SECONDS = 2.0
+_STOP = "stop.json"
+_ERROR = "error.json"
+
+
+def sink_of(pipeline: Pipeline) -> Sink:
+    """The sink that a pipeline file names."""
+    return PostgresSink(pipeline.sink.dsn, pipeline.name, pipeline.sink.mode)
+
+
+def existing_record(pipeline: Pipeline) -> Record:
+    """The pipeline's commit record.
+
+    :raises GateClosed: when it has never been provisioned.
+    """
+    record = sink_of(pipeline).record()
+    if record is None:
+        raise GateClosed(
+            f"the sink has no commit record of pipeline {pipeline.name!r}",
+            "Run `airflow-cdc provision` (or `run`) first. If the sink has been restored or replaced, drop the pipeline"
+            " and provision it again.",
+        )
+    return record
+
+
+def refuse_second_writer(state: State, part: str | None, takeover: bool) -> None:
+    """Refuse to go on while another process works on the pipeline.
+
+    :param part: look only at this part of the run; ``None`` for all.
+    :raises SecondWriter: naming the other process.
+    """
+    for beat in read_heartbeats(state):
+        if beat.alive and beat.owner != Owner.this() and part in (None, beat.part) and not takeover:
+            raise SecondWriter(
+                f"{beat.owner} is working on this pipeline ({beat.part}, epoch {beat.epoch},"
+                f" last heartbeat {time.time() - beat.at:.0f} s ago)",
+                "Wait for it, end it with `airflow-cdc stop`, or take over with --takeover.",
+            )
+
+
+def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
+    """Become the pipeline's only writer, and end what an earlier run has left on the slot.
+
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
+    """
+    refuse_second_writer(state, None, takeover)
+    epoch = sink_of(pipeline).take_epoch(str(Owner.this()))
+    with connected(pipeline.source.dsn) as source:
+        end_walsender(source, pipeline.source.slot)
+    return epoch
+
+
+class Run:
+    """A part of a run while it works; see :func:`run_part`."""
+
+    def __init__(self, pipeline: Pipeline, state: State, part: str, epoch: int) -> None:
+        self.pipeline = pipeline
+        self.state = state
+        self.part = part
+        self.epoch = epoch
+        self.sink = sink_of(pipeline)
+        self.progress: dict[str, Any] = {}
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._beat_lost: CdcError | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the part has been asked to end, by a signal or by ``airflow-cdc stop``."""
+        return self._stop.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait, but not longer than until the part is asked to end."""
+        self._stop.wait(seconds)
+
+    def ask_to_stop(self) -> None:
+        """Let the part end after its current unit."""
+        self._stop.set()
+
+    def beat(self, ended: bool = False) -> None:
+        """Write the heartbeat and look for a request to stop."""
+        write_heartbeat(
+            self.state, Heartbeat(Owner.this(), self.part, self.epoch, time.time(), ended, dict(self.progress))
+        )
+        request = self.state.read(_STOP)
+        if request is not None and request["epoch"] >= self.epoch:
+            self._stop.set()
+
+    def check(self) -> None:
+        """Raise what the heartbeat's thread ran into."""
+        if self._beat_lost is not None:
+            raise self._beat_lost
+
+    def keep_beating(self) -> None:
+        """Beat until the part ends; runs in a thread."""
+        while not self._ended.wait(_BEAT_SECONDS):
+            try:
+                self.beat()
+            except CdcError as e:  # raised again by check(), in the thread that works
+                self._beat_lost = e
+                return
+
+    def end(self) -> None:
+        """Stop beating."""
+        self._ended.set()
+
+
+@contextmanager
+def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = False) -> Iterator[tuple[Run, Record]]:
+    """Work on a pipeline: through the gate, under an epoch, with a heart that beats.
+
+    :param part: name of the part of the run.
+    :param epoch: the epoch of the run this is a part of; ``None`` to take a new one.
+    :raises SecondWriter: when another process works on it.
+    :raises Fenced: when ``epoch`` is no longer the pipeline's.
+    :raises GateClosed: when the source cannot continue the sink's record.
+    """
+    state = State(pipeline.state)
+    record = existing_record(pipeline)
+    if epoch is None:
+        epoch = take_epoch(pipeline, state, takeover)
+    else:
+        refuse_second_writer(state, part, takeover)
+        if record.epoch != epoch:
+            raise Fenced(
+                f"this is a part of the run with epoch {epoch}, but pipeline {pipeline.name!r} is at epoch"
+                f" {record.epoch}: another run has taken over",
+                "Nothing to do if the other run is meant; otherwise start a new run.",
+            )
+    with connected(pipeline.source.dsn) as source:
+        gate(source, pipeline.source.slot, pipeline.source.publication, dict(record.identity), record.applied)
+    record = existing_record(pipeline)
+    run = Run(pipeline, state, part, epoch)
+    state.remove(_ERROR)
+    run.beat()
+    thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)
+    thread.start()
+    with _signals(run):
+        try:
+            yield run, record
+        except CdcError as e:
+            record_error(state, e)
+            raise
+        finally:
+            run.end()
+            thread.join()
+            with contextlib.suppress(CdcError):  # the part's own error, if any, says more
+                run.beat(ended=True)
+
+
+def record_error(state: State, error: CdcError) -> None:
+    """Leave an error where ``status`` and Airflow find it."""
+    state.write(_ERROR, error.as_dict() | {"retry": error.retry.value})
+
+
+def last_error(state: State) -> dict[str, Any] | None:
+    """The error that ended the last run, ``None`` if it ended well."""
+    return state.read(_ERROR)
+
+
+def request_stop(state: State, epoch: int) -> None:
+    """Ask the parts of all runs up to ``epoch`` to end after their current unit."""
+    state.write(_STOP, {"epoch": epoch, "at": time.time()})
+
+
+@contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """SIGINT and SIGTERM stop gracefully; only the main thread can say so."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        run.ask_to_stop()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,106 @@
+"""The Spark session of a job, from ``spark-submit`` or from the pipeline file.
+
+Executors that do not share this process's Python path get the engine as a zip,
+as ``--py-files`` would bring it, and are asked whether they have the libraries
+that the engine needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+import airflow_cdc_provider
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import SparkUnusable
+
+_DEFAULTS = {
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.session.timeZone": "UTC",
+    # Each saves tens of milliseconds a batch.
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+    # A second attempt beside the first would only be refused by the sink.
+    "spark.speculation": "false",
+    "spark.python.worker.faulthandler.enabled": "true",
+}
+
+_LIBRARIES = ("adbc_driver_postgresql", "numpy", "pandas", "psycopg", "psycopg2", "pyarrow", "fsspec", "yaml")
+
+
+@contextmanager
+def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
+    """Start a session (or join the one of ``spark-submit``), and stop it at the end.
+
+    :param command: for the application's name.
+    :raises SparkUnusable: when it does not start, or its executors lack a library.
+    """
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    builder = SparkSession.builder.appName(f"airflow-cdc {pipeline.name} {command}")
+    for name, value in _DEFAULTS.items():
+        builder = builder.config(name, value)
+    if not submitted:
+        builder = builder.master(pipeline.spark.master).config("spark.log.level", "WARN")
+        for name, value in pipeline.spark.conf.items():
+            builder = builder.config(name, value)
+    try:
+        spark = builder.getOrCreate()
+    except Exception as e:
+        raise SparkUnusable(
+            f"Spark does not start on {pipeline.spark.master}: {str(e).splitlines()[0]}",
+            "Check that Java 17 or newer is installed, and spark.master and spark.conf of the pipeline file.",
+        ) from e
+    try:
+        with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
+            if not str(spark.sparkContext.master).startswith("local"):
+                spark.sparkContext.addPyFile(str(engine_zip(Path(directory))))
+            check_executors(spark)
+            yield spark
+    finally:
+        spark.stop()
+
+
+def engine_zip(directory: Path) -> Path:
+    """Write the engine, without the Airflow shells, to ``airflow_cdc_provider.zip`` in a directory."""
+    package = Path(airflow_cdc_provider.__file__).parent
+    path = directory / "airflow_cdc_provider.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for source in [package / "__init__.py", *sorted((package / "engine").rglob("*.py"))]:
+            archive.write(source, Path(package.name) / source.relative_to(package))
+    return path
+
+
+def check_executors(spark: SparkSession) -> None:
+    """Run a task that imports what the engine needs.
+
+    :raises SparkUnusable: naming what is missing.
+    """
+    slots = max(1, min(8, spark.sparkContext.defaultParallelism))
+    missing = spark.sparkContext.parallelize(range(slots), slots).flatMap(_missing_libraries).distinct().collect()
+    if missing:
+        raise SparkUnusable(
+            f"Spark's executors on {spark.sparkContext.master} lack: {', '.join(sorted(missing))}",
+            f"Install them into the executors' Python ({os.environ['PYSPARK_PYTHON']} by default, see PYSPARK_PYTHON),"
+            " or ship an environment with spark.archives.",
+        )
+
+
+def _missing_libraries(_: int) -> list[str]:
+    missing = []
+    for name in _LIBRARIES:
+        try:
+            import_module(name)
+        except ImportError:
+            missing.append(name)
+    return missing

@@ -1,0 +1,222 @@
+"""The two-phase protocol between the engine and a sink.
+
+In the terms of Flink's ``TwoPhaseCommitSinkFunction``: executors *stage* the pieces
+of a unit (pre-commit), the driver *commits* all of them in one atomic step that
+checks the epoch, applies the data and records the unit, or *aborts*. The commit
+record is the ground truth of the pipeline: whatever a crash leaves behind, the
+record says what has been applied.
+
+A unit is a chunk of the snapshot, an interval ``(start, end]`` of whole source
+transactions, or a re-read. Chunks are committed by the task that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.visibility import Snapshot
+
+
+@dataclass(frozen=True)
+class Target:
+    """A source table and where its rows go."""
+
+    table: Table
+    schema: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Watermark:
+    """What a read of the source stands for.
+
+    :param snapshot: the MVCC snapshot it was read in.
+    :param high: LSN of a marker committed after the read; every transaction that the snapshot sees committed below.
+    """
+
+    snapshot: Snapshot
+    high: int
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """A chunk in the commit record.
+
+    :param watermark: ``None`` while the chunk has not been committed.
+    :param rows: rows committed.
+    :param keys: for a re-read, the keys that are its members (texts, one tuple a key); ``None`` for a range.
+    """
+
+    chunk: Chunk
+    watermark: Watermark | None = None
+    rows: int = 0
+    keys: frozenset[tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The commit record of a pipeline.
+
+    :param epoch: number of the run that may commit.
+    :param applied: end LSN of the last transaction applied.
+    :param advanced: when that was, in seconds since 1970 by the sink's clock.
+    :param identity: what the source was when the slot was made.
+    :param chunks: finished and unfinished chunks and re-reads, by table and index.
+    """
+
+    epoch: int
+    applied: int
+    advanced: float
+    identity: Mapping[str, Any]
+    targets: tuple[Target, ...]
+    chunks: tuple[ChunkRecord, ...]
+
+    @property
+    def high(self) -> int:
+        """The highest H of the snapshot; filtering and inconsistency end there."""
+        return max((c.watermark.high for c in self.chunks if c.watermark), default=0)
+
+    @property
+    def unfinished(self) -> tuple[Chunk, ...]:
+        """Chunks that have not been committed."""
+        return tuple(c.chunk for c in self.chunks if c.watermark is None)
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the mirror is a state that the source once had."""
+        return not self.unfinished and self.applied >= self.high
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The changes of one table in one piece, as staged: what ``commit`` needs to know of them.
+
+    :param label: the source table.
+    :param relation: name of what was staged, or ``None`` when nothing but a truncate was left.
+    :param rows: rows staged.
+    :param truncate: the table is emptied before the rows are applied.
+    :param columns: names of the staged columns, in order.
+    """
+
+    label: str
+    relation: str | None
+    rows: int
+    truncate: bool
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StagedPiece:
+    """The message of a staging task to ``commit``.
+
+    :param start: position after which the unit begins, as JSON.
+    :param end: position at which the batch ends, as JSON.
+    :param index: order of the piece in the batch.
+    :param changes: row changes that the piece held, before filter and collapse.
+    :param xids: the piece's transactions, distinct, as little-endian uint32.
+    :param split_truncates: tables with a truncate that some chunks contain and some do not.
+    """
+
+    start: str
+    end: str
+    index: int
+    changes: int
+    xids: bytes
+    tables: tuple[Staged, ...]
+    split_truncates: frozenset[str]
+
+
+class MissingValues(Exception):  # noqa: N818 - a request to the caller, not an error
+    """A unit needs values that neither the stream nor the sink has; ``keys`` says which rows to read again."""
+
+    def __init__(self, keys: Mapping[str, frozenset[tuple[str, ...]]]) -> None:
+        super().__init__("rows must be read again by key")
+        self.keys = keys
+
+
+class Sink(Protocol):
+    """A store that takes units atomically. Small, immutable and picklable: it connects when it has to."""
+
+    @property
+    def mode(self) -> Literal["mirror", "changelog"]:
+        """Whether tables are kept equal or changes appended."""
+
+    def prepare(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
+        """Create commit record and target tables, or accept those that are there and ours.
+
+        :raises ForeignTable: when a target table has rows that are not ours.
+        """
+
+    def plan(self, chunks: Sequence[Chunk]) -> None:
+        """Add chunks to the commit record, unfinished; chunks that it knows already stay as they are."""
+
+    def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
+        """Begin again from another consistent point: every table is one unfinished chunk, whose rows replace it."""
+
+    def record(self) -> Record | None:
+        """The commit record; ``None`` when there is none."""
+
+    def take_epoch(self, owner: str) -> int:
+        """Make ``owner`` the only one who may commit; waits for commits in flight."""
+
+    def write_chunk(
+        self,
+        epoch: int,
+        target: Target,
+        chunk: Chunk,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> int | None:
+        """Commit a chunk: rows, then the watermark that ``finish`` returns, in one step. Runs on an executor.
+
+        The rows of a chunk without bounds replace what the table holds.
+
+        :param batches: the captured columns as text.
+        :returns: rows written; ``None`` when the chunk had been committed before.
+        :raises Fenced: when the epoch is another's.
+        """
+
+    def replace(
+        self,
+        epoch: int,
+        target: Target,
+        keys: frozenset[tuple[str, ...]] | None,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> int:
+        """Commit a re-read: the rows with ``keys`` (all rows when ``None``) become those of ``batches``.
+
+        :returns: rows written.
+        :raises Fenced: when the epoch is another's.
+        """
+
+    def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
+        """The keys of the target's rows that match an SQL condition; none in a changelog."""
+
+    def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
+        """Write the effects of a piece where ``commit`` can apply them. Runs on an executor.
+
+        :param attempt: a name that no other attempt of any piece has.
+        """
+
+    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+        """Apply the unit ``(start, end]`` atomically, its pieces in order.
+
+        :returns: false when the record says that it had been applied before.
+        :raises MissingValues: when rows must be read again first; nothing was applied.
+        :raises Fenced: when the epoch is another's.
+        :raises StagingLost: when staged rows are gone.
+        """
+
+    def sweep(self) -> None:
+        """Remove everything staged; only for the owner of the epoch, between units."""
+
+    def drop(self) -> None:
+        """Remove the commit record and everything staged; target tables stay."""

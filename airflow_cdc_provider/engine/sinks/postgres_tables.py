@@ -1,0 +1,299 @@
+"""Target and staging tables of the Postgres sink, and the statements that bring one into the other.
+
+Staging columns are ``c0`` … in the order of the captured columns, with the types of
+the target, so that values are parsed where they are staged and in parallel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.catalog import Column
+from airflow_cdc_provider.engine.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.errors import ForeignTable
+from airflow_cdc_provider.engine.sinks.base import Staged, Target
+
+RECORD_TABLES = """
+CREATE SCHEMA IF NOT EXISTS airflow_cdc;
+CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (
+    pipeline text PRIMARY KEY,
+    epoch bigint NOT NULL,
+    owner text NOT NULL,
+    applied_lsn pg_lsn NOT NULL,
+    source jsonb NOT NULL,
+    updated_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE TABLE IF NOT EXISTS airflow_cdc.tables (
+    pipeline text,
+    source_table text,
+    target_schema text NOT NULL,
+    target_table text NOT NULL,
+    definition jsonb NOT NULL,
+    PRIMARY KEY (pipeline, source_table)
+);
+CREATE TABLE IF NOT EXISTS airflow_cdc.chunks (
+    pipeline text,
+    source_table text,
+    chunk int,
+    definition jsonb NOT NULL,
+    keys jsonb,
+    snapshot text,
+    high_lsn pg_lsn,
+    row_count bigint,
+    epoch bigint,
+    finished_at timestamptz,
+    PRIMARY KEY (pipeline, source_table, chunk)
+);
+"""
+
+_META = {
+    "_op": '"char" NOT NULL',
+    "_commit_lsn": "pg_lsn NOT NULL",
+    "_seq": "bigint NOT NULL",
+    "_xid": "bigint",
+    "_commit_ts": "timestamptz",
+    "_before": "jsonb",
+    "_unchanged": "text[]",
+}
+
+
+def prepare_target(
+    connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target
+) -> None:
+    """Create a target table, or accept it if it is ours or empty, and record it.
+
+    :raises ForeignTable: when it has rows that are not ours.
+    """
+    table = sql.Identifier(target.schema, target.name)
+    ours = rows(
+        connection,
+        "SELECT 1 FROM airflow_cdc.tables WHERE pipeline = %s AND source_table = %s"
+        " AND target_schema = %s AND target_table = %s",
+        [pipeline, target.table.label, target.schema, target.name],
+    )
+    exists = scalar(connection, "SELECT to_regclass(%s)", [table.as_string(connection)]) is not None
+    if exists and not ours and rows(connection, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(table)):
+        raise ForeignTable(
+            f"the target table {target.schema}.{target.name} exists and has rows that pipeline {pipeline!r}"
+            " did not write",
+            "Empty or drop the table, or give the pipeline another target schema (`sink.schema`).",
+        )
+    if not exists:
+        schema = sql.Identifier(target.schema)
+        if scalar(connection, "SELECT to_regnamespace(%s)", [schema.as_string(connection)]) is None:
+            rows(connection, sql.SQL("CREATE SCHEMA {}").format(schema))
+        definitions = [_definition(connection, column) for column in target.table.columns]
+        if mode == "changelog":
+            definitions += [sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in _META.items()]
+        else:
+            key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
+            definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
+        rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
+    record_target(connection, pipeline, target)
+
+
+def record_target(connection: Connection, pipeline: str, target: Target) -> None:
+    """Enter a target table into the commit record, as one of ours."""
+    rows(
+        connection,
+        "INSERT INTO airflow_cdc.tables (pipeline, source_table, target_schema, target_table, definition)"
+        " VALUES (%s, %s, %s, %s, %s) ON CONFLICT (pipeline, source_table) DO NOTHING",
+        [pipeline, target.table.label, target.schema, target.name, json.dumps(target.table.to_dict())],
+    )
+
+
+def _definition(connection: Connection, column: Column) -> sql.Composable:
+    """A column with its source's type; with text where the target does not know the type."""
+    known = column.builtin or scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
+    definition: sql.Composable = sql.SQL("{} {}").format(
+        sql.Identifier(column.name), sql.SQL(column.type if known else "text")
+    )
+    if known and column.collation is not None:
+        query = "SELECT to_regcollation(%s)"
+        if scalar(connection, query, [column.collation]) is not None:
+            definition += sql.SQL(" COLLATE " + column.collation)
+    return definition
+
+
+class TableStatements:
+    """What is done to one target table, in the transaction of ``connection``."""
+
+    def __init__(self, connection: Connection, target: Target) -> None:
+        self._connection = connection
+        self._target = target
+        self._table = sql.Identifier(target.schema, target.name)
+        self._names = [sql.Identifier(column.name) for column in target.table.columns]
+        columns = [column.name for column in target.table.columns]
+        self._key = [columns.index(name) for name in target.table.key]
+
+    def _run(self, text: str, **parts: sql.Composable) -> list[tuple[object, ...]]:
+        return rows(self._connection, sql.SQL(text).format(table=self._table, **parts))
+
+    def _matches(self, row: str, prefix: str) -> sql.Composable:
+        """``t.key = row.prefix…`` for every key column."""
+        pairs = [
+            sql.SQL("t.{} = {}.{}").format(self._names[i], sql.SQL(row), sql.SQL(f"{prefix}{n if prefix == 'o' else i}"))
+            for n, i in enumerate(self._key)
+        ]
+        return sql.SQL(" AND ").join(pairs)
+
+    def empty(self) -> bool:
+        """Whether the target has no rows."""
+        return not self._run("SELECT 1 FROM {table} LIMIT 1")
+
+    def delete(self, keys: frozenset[tuple[str, ...]] | None) -> None:
+        """Delete the rows with the given keys, all rows when ``None``."""
+        if keys is None:
+            self._run("DELETE FROM {table}")
+            return
+        if not keys:
+            return
+        columns = [list(column) for column in zip(*sorted(keys), strict=True)]
+        types = [self._target.table.columns[i] for i in self._key]
+        unnest = sql.SQL(", ").join(sql.SQL("{}::text[]").format(sql.Literal(column)) for column in columns)
+        names = sql.SQL(", ").join(sql.SQL(f"k{n}") for n in range(len(columns)))
+        match = sql.SQL(" AND ").join(
+            sql.SQL("t.{} = k." + f"k{n}::" + column.type).format(sql.Identifier(column.name))
+            for n, column in enumerate(types)
+        )
+        self._run(
+            "DELETE FROM {table} t USING unnest({unnest}) AS k({names}) WHERE {match}",
+            unnest=unnest,
+            names=names,
+            match=match,
+        )
+
+    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: str) -> None:
+        """In a changelog, say that rows are about to be read again: a truncate, or a delete of each key."""
+        meta = "_commit_lsn, _seq, _commit_ts"
+        values = f"'{applied}', -1, clock_timestamp()"  # before the rows, whose _seq is 0
+        if keys is None:
+            self._run(f"INSERT INTO {{table}} (_op, {meta}) VALUES ('t', {values})")
+            return
+        names = [column.name for column in self._target.table.key_columns]
+        for key in sorted(keys):
+            self._run(
+                f"INSERT INTO {{table}} ({{names}}, _op, {meta}, _before)"
+                f" VALUES ({{key}}, 'd', {values}, jsonb_object({{labels}}::text[], {{texts}}::text[]))",
+                names=sql.SQL(", ").join(map(sql.Identifier, names)),
+                key=sql.SQL(", ").join(map(sql.Literal, key)),
+                labels=sql.Literal(names),
+                texts=sql.Literal(list(key)),
+            )
+
+    def matching_keys(self, where: str) -> frozenset[tuple[str, ...]]:
+        """The keys of the rows that match a condition."""
+        key = sql.SQL(", ").join(sql.SQL("format('%s', {})").format(self._names[i]) for i in self._key)
+        found = self._run("SELECT {key} FROM {table} WHERE {where}", key=key, where=sql.SQL(f"({where})"))
+        return frozenset(tuple(str(value) for value in values) for values in found)
+
+    def create_mirror_staging(self, relation: str, columns: Sequence[str]) -> None:
+        """Create a staging table for mirror rows, see :class:`.effects.Effect`."""
+        fields: list[sql.Composable] = [sql.SQL(f"true AS {ERASED}")]
+        fields += [sql.SQL("t.{} AS {}").format(name, sql.SQL(f"c{i}")) for i, name in enumerate(self._names)]
+        if MISSING in columns:
+            fields.append(sql.SQL(f"NULL::int[] AS {MISSING}"))
+            fields += [
+                sql.SQL("t.{} AS {}").format(self._names[i], sql.SQL(f"o{n}")) for n, i in enumerate(self._key)
+            ]
+        self._create_staging(relation, fields)
+
+    def create_changelog_staging(self, relation: str, columns: Sequence[str]) -> None:
+        """Create a staging table for changelog rows, see :class:`.effects.Effect`."""
+        types = {OP: '"char"', "commit_lsn": "bigint", "seq": "bigint", "xid": "bigint", "commit_ts": "bigint"}
+        types |= {UNCHANGED: "text[]", OLD_KIND: '"char"'}
+        fields: list[sql.Composable] = []
+        for name in columns:
+            if name in types:
+                fields.append(sql.SQL(f"NULL::{types[name]} AS {name}"))
+            elif name.startswith("c"):
+                fields.append(sql.SQL("t.{} AS {}").format(self._names[int(name[1:])], sql.SQL(name)))
+            else:
+                fields.append(sql.SQL(f"NULL::text AS {name}"))
+        self._create_staging(relation, fields)
+
+    def _create_staging(self, relation: str, fields: Sequence[sql.Composable]) -> None:
+        self._run(
+            "CREATE UNLOGGED TABLE {stage} WITH (autovacuum_enabled = off) AS SELECT {fields} FROM {table} t"
+            " WITH NO DATA",
+            stage=sql.Identifier("airflow_cdc", relation),
+            fields=sql.SQL(", ").join(fields),
+        )
+
+    def fill_missing(self, relation: str) -> set[tuple[str, ...]]:
+        """Fill values that were not sent from the target's rows; return the keys of rows that have none there."""
+        stage = sql.Identifier("airflow_cdc", relation)
+        assignments = sql.SQL(", ").join(
+            sql.SQL("{c} = CASE WHEN {i} = ANY(s.missing) THEN t.{name} ELSE s.{c} END").format(
+                c=sql.SQL(f"c{i}"), i=sql.Literal(i), name=name
+            )
+            for i, name in enumerate(self._names)
+            if i not in self._key
+        )
+        self._run(
+            "UPDATE {stage} s SET missing = NULL, {assignments} FROM {table} t"
+            " WHERE s.missing IS NOT NULL AND {origin}",
+            stage=stage,
+            assignments=assignments,
+            origin=self._matches("s", "o"),
+        )
+        key = sql.SQL(", ").join(sql.SQL(f"format('%s', c{i})") for i in self._key)
+        unfilled = self._run("SELECT {key} FROM {stage} WHERE missing IS NOT NULL", key=key, stage=stage)
+        return {tuple(str(value) for value in found) for found in unfilled}
+
+    def apply_mirror(self, staged: Staged) -> None:
+        """Delete the keys that are gone, then upsert the rows."""
+        assert staged.relation is not None
+        stage = sql.Identifier("airflow_cdc", staged.relation)
+        self._run(
+            "DELETE FROM {table} t USING {stage} s WHERE s.erased AND {match}",
+            stage=stage,
+            match=self._matches("s", "c"),
+        )
+        others = [i for i in range(len(self._names)) if i not in self._key]
+        update: sql.Composable = sql.SQL("NOTHING")
+        if others:
+            pairs = [sql.SQL("{0} = excluded.{0}").format(self._names[i]) for i in others]
+            update = sql.SQL("UPDATE SET {}").format(sql.SQL(", ").join(pairs))
+        self._run(
+            "INSERT INTO {table} ({names}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM {stage} s WHERE NOT erased"
+            + (" AND missing IS NULL" if MISSING in staged.columns else "")
+            + " ON CONFLICT ({key}) DO {update}",
+            names=sql.SQL(", ").join(self._names),
+            columns=sql.SQL(", ").join(sql.SQL(f"c{i}") for i in range(len(self._names))),
+            stage=stage,
+            key=sql.SQL(", ").join(self._names[i] for i in self._key),
+            update=update,
+        )
+
+    def apply_changelog(self, staged: Staged) -> None:
+        """Append the changes."""
+        assert staged.relation is not None
+        width = range(len(self._names))
+        before: sql.Composable = sql.SQL("NULL::jsonb")
+        if OLD_KIND in staged.columns:
+            before = sql.SQL("CASE old_kind WHEN 'K' THEN {} WHEN 'O' THEN {} END").format(
+                self._json(self._key), self._json(width)
+            )
+        self._run(
+            "INSERT INTO {table} ({names}, _op, _commit_lsn, _seq, _xid, _commit_ts, _before, _unchanged)"
+            " OVERRIDING SYSTEM VALUE SELECT {columns}, op, '0/0'::pg_lsn + commit_lsn, seq, xid,"
+            " to_timestamp(0) + commit_ts * interval '1 microsecond', {before}, "
+            + (UNCHANGED if UNCHANGED in staged.columns else "NULL")
+            + " FROM {stage} ORDER BY commit_lsn, seq",
+            names=sql.SQL(", ").join(self._names),
+            columns=sql.SQL(", ").join(sql.SQL(f"c{i}") for i in width),
+            before=before,
+            stage=sql.Identifier("airflow_cdc", staged.relation),
+        )
+
+    def _json(self, columns: Sequence[int]) -> sql.Composable:
+        """A JSON object of some columns of the old row, as texts."""
+        names = [self._target.table.columns[i].name for i in columns]
+        values = sql.SQL(", ").join(sql.SQL(f"b{i}") for i in columns)
+        return sql.SQL("jsonb_object({}::text[], ARRAY[{}]::text[])").format(sql.Literal(names), values)

@@ -1,0 +1,295 @@
+"""Slot and publication: creation, barrier, restart gate, acknowledgement, end.
+
+The slot is created first. Then a barrier waits until every transaction that the
+slot will not stream is visible to every new snapshot: from that moment on, what a
+chunk does not see, the stream delivers. At every start the gate compares the
+source with the sink's commit record, because Postgres itself forwards a stale
+start silently, and the rows in between would be gone without a word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psycopg2
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
+from airflow_cdc_provider.engine.errors import Blocked, GateClosed, MissingPrivilege, SecondWriter, ServerNotReady
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.preflight import publication_sql
+from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.wal import MESSAGE_PREFIX
+
+WAIT_SECONDS = 600.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a source is, recorded when the slot is made.
+
+    :param system: ``system_identifier`` of the cluster.
+    :param timeline: timeline of its log.
+    :param database: oid of the database.
+    :param publication: oid of the publication.
+    """
+
+    system: str
+    timeline: int
+    database: int
+    slot: str
+    publication: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """A row of ``pg_replication_slots``; LSNs as integers, ``retained`` in bytes."""
+
+    plugin: str | None
+    database: str | None
+    active: bool
+    active_pid: int | None
+    restart_lsn: int
+    confirmed_flush_lsn: int
+    wal_status: str | None
+    retained: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``slot`` object of ``status``."""
+        return {
+            "restart_lsn": format_lsn(self.restart_lsn),
+            "confirmed_flush_lsn": format_lsn(self.confirmed_flush_lsn),
+            "retained_bytes": self.retained,
+            "wal_status": self.wal_status,
+            "active": self.active,
+        }
+
+
+def read_slot(connection: Connection, slot: str) -> SlotState | None:
+    """Return the state of a slot, ``None`` when there is none of that name."""
+    found = rows(
+        connection,
+        "SELECT plugin, database, active, active_pid, coalesce(restart_lsn, '0/0')::text,"
+        " coalesce(confirmed_flush_lsn, '0/0')::text, wal_status,"
+        " coalesce(pg_wal_lsn_diff(pg_current_wal_flush_lsn(), restart_lsn), 0)::bigint"
+        " FROM pg_replication_slots WHERE slot_name = %s",
+        [slot],
+    )
+    if not found:
+        return None
+    plugin, database, active, pid, restart, confirmed, status, retained = found[0]
+    return SlotState(plugin, database, active, pid, parse_lsn(restart), parse_lsn(confirmed), status, retained)
+
+
+def read_identity(connection: Connection, slot: str, publication: str) -> Identity:
+    """Read what the source is now."""
+    system, timeline, database, oid = row(
+        connection,
+        "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
+        " ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int,"
+        " (SELECT oid::bigint FROM pg_database WHERE datname = current_database()),"
+        " (SELECT oid::bigint FROM pg_publication WHERE pubname = %s)",
+        [publication],
+    )
+    return Identity(system, timeline, database, slot, oid or 0)
+
+
+def create_publication(connection: Connection, publication: str, tables: Sequence[Table]) -> bool:
+    """Create the publication, or add missing tables to the one that exists.
+
+    :returns: whether it was created.
+    :raises MissingPrivilege: when the role may not; the solution is the SQL for a DBA.
+    """
+    statement = publication_sql(connection, publication, tables)
+    exists = rows(connection, "SELECT puballtables FROM pg_publication WHERE pubname = %s", [publication])
+    try:
+        if not exists:
+            rows(connection, statement)
+        elif not exists[0][0]:
+            published = {
+                oid for (oid,) in rows(
+                    connection,
+                    "SELECT prrelid::bigint FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
+                    " WHERE pubname = %s",
+                    [publication],
+                )
+            }
+            for table in tables:
+                for leaf in table.leaves:
+                    if leaf.oid not in published and table.oid not in published:
+                        name = sql.Identifier(publication)
+                        add = sql.SQL("ALTER PUBLICATION {} ADD TABLE ONLY {}")
+                        rows(connection, add.format(name, sql.Identifier(leaf.schema, leaf.name)))
+    except MissingPrivilege as e:
+        raise MissingPrivilege(
+            f"publication {publication!r} cannot be created by this role: {e.message}",
+            f"Let the owner of the tables run: {statement}",
+        ) from e
+    return not exists
+
+
+def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> int:
+    """Create the slot and return its consistent point.
+
+    :param timeout: seconds to wait for transactions that were open before.
+    :raises Blocked: naming the transactions that it waited for.
+    :raises ServerNotReady: when no slot is free.
+    """
+    failpoint("before-slot")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT set_config('lock_timeout', %s, false)", [f"{int(timeout * 1000)}ms"])
+        try:
+            cursor.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
+        except psycopg2.errors.LockNotAvailable:
+            raise _blocked(connection, f"creating slot {slot!r}", timeout) from None
+        except psycopg2.errors.InsufficientPrivilege as e:
+            raise MissingPrivilege(
+                f"slot {slot!r} cannot be created: {e}".strip(), "Grant the role REPLICATION."
+            ) from e
+        except psycopg2.errors.ConfigurationLimitExceeded as e:
+            raise ServerNotReady(
+                f"slot {slot!r} cannot be created: all replication slots are in use",
+                "Raise max_replication_slots and restart the source, or drop a slot that is no longer used.",
+            ) from e
+        (consistent,) = cursor.fetchone() or ("0/0",)
+        cursor.execute("SELECT set_config('lock_timeout', '0', false)")
+    failpoint("after-slot")
+    return parse_lsn(consistent)
+
+
+def barrier(connection: Connection, timeout: float = WAIT_SECONDS) -> None:
+    """Wait until every transaction that began before now is visible to new snapshots or gone.
+
+    :param connection: in autocommit, so that each poll takes a new snapshot.
+    :raises Blocked: naming the transactions that it waited for.
+    """
+    failpoint("before-barrier")
+    own = scalar(connection, "SELECT pg_current_xact_id()::text::bigint")
+    query = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+    if not wait_until(lambda: scalar(connection, query) >= own, timeout):
+        raise _blocked(connection, "waiting for transactions older than the slot", timeout)
+    failpoint("after-barrier")
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Poll a condition of the server until it holds; false after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _blocked(connection: Connection, what: str, timeout: float) -> Blocked:
+    sessions = rows(
+        connection,
+        "SELECT format('session %s of %s (%s, transaction open since %s)', pid, coalesce(usename, '?'),"
+        " coalesce(wait_event, state), date_trunc('second', xact_start)) FROM pg_stat_activity"
+        " WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY xact_start",
+    )
+    prepared = rows(
+        connection,
+        "SELECT format('prepared transaction %L of %s since %s', gid, owner, date_trunc('second', prepared))"
+        " FROM pg_prepared_xacts ORDER BY prepared",
+    )
+    names = "; ".join(name for (name,) in sessions + prepared) or "none that this role can see"
+    return Blocked(
+        f"{what} took longer than {timeout:g} seconds; it waits for: {names}",
+        "End these transactions (COMMIT or ROLLBACK PREPARED for prepared ones; a session that waits in SyncRep needs"
+        " its standby), then try again.",
+    )
+
+
+def emit_marker(connection: Connection, content: str) -> int:
+    """Commit a marker into the log and return its LSN: all that was committed before lies below it."""
+    query = "SELECT pg_logical_emit_message(true, %s, %s)::text"
+    return parse_lsn(scalar(connection, query, [MESSAGE_PREFIX, content]))
+
+
+def gate(connection: Connection, slot: str, publication: str, recorded: dict[str, Any], applied: int) -> SlotState:
+    """Check that the source can continue what the sink's record says.
+
+    :param recorded: the identity in the commit record.
+    :param applied: the record's applied LSN.
+    :raises GateClosed: naming what differs and the repair.
+    """
+    repair = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
+    state = read_slot(connection, slot)
+    if state is None:
+        raise GateClosed(f"replication slot {slot!r} no longer exists on the source", repair)
+    here = scalar(connection, "SELECT current_database()")
+    if state.plugin != "pgoutput" or state.database != here:
+        raise GateClosed(
+            f"replication slot {slot!r} is not ours: plugin {state.plugin!r} in database {state.database!r},"
+            f" expected pgoutput in {here!r}",
+            "Give the pipeline another slot name (`source.slot`).",
+        )
+    if state.wal_status == "lost":
+        raise GateClosed(
+            f"replication slot {slot!r} has lost the log it needs (wal_status = lost)",
+            f"{repair} Raise max_slot_wal_keep_size so that it does not happen again.",
+        )
+    if state.confirmed_flush_lsn > applied:
+        raise GateClosed(
+            f"slot {slot!r} has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, but the sink has"
+            f" applied only up to {format_lsn(applied)}: what lies between is lost to the stream",
+            repair,
+        )
+    now = read_identity(connection, slot, publication).to_dict()
+    differing = [f"{name} was {recorded[name]}, is {now[name]}" for name in now if recorded[name] != now[name]]
+    if differing:
+        raise GateClosed(f"the source is not the one that the sink was filled from: {'; '.join(differing)}", repair)
+    flushed = parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
+    if applied > flushed:
+        raise GateClosed(
+            f"the sink has applied up to {format_lsn(applied)}, but the source's log ends at {format_lsn(flushed)}:"
+            " the source has been set back",
+            repair,
+        )
+    return state
+
+
+def end_walsender(connection: Connection, slot: str, timeout: float = 30.0) -> None:
+    """End a walsender that still holds the slot, left behind by an earlier run, and wait until it is free.
+
+    :raises SecondWriter: when it cannot be ended.
+    """
+
+    def free() -> bool:
+        state = read_slot(connection, slot)
+        if state is None or not state.active:
+            return True
+        rows(connection, "SELECT pg_terminate_backend(%s)", [state.active_pid])
+        return False
+
+    if not wait_until(free, timeout):
+        raise SecondWriter(
+            f"slot {slot!r} is still in use after {timeout:g} seconds", "Stop the process that reads from it."
+        )
+
+
+def visible_in_current(connection: Connection) -> Snapshot:
+    """The server's current snapshot."""
+    return Snapshot.parse(scalar(connection, "SELECT pg_current_snapshot()::text"))
+
+
+def drop_slot(connection: Connection, slot: str) -> None:
+    """Remove the slot, if it exists."""
+    if read_slot(connection, slot) is not None:
+        end_walsender(connection, slot)
+        rows(connection, "SELECT pg_drop_replication_slot(%s)", [slot])
+
+
+def drop_publication(connection: Connection, publication: str) -> None:
+    """Remove the publication, if it exists."""
+    rows(connection, sql.SQL("DROP PUBLICATION IF EXISTS {}").format(sql.Identifier(publication)))

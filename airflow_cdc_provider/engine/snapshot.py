@@ -1,0 +1,120 @@
+"""The snapshot job: chunks are read in parallel and committed each by the task that read it.
+
+Every chunk is read in an MVCC snapshot of its own, so no transaction stays open
+for long and an interrupted snapshot goes on where it was: the sink's commit
+record knows which chunks are finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from pyspark.sql import SparkSession
+
+from airflow_cdc_provider.engine.chunks import Chunk, read_query
+from airflow_cdc_provider.engine.connection import connected, describe
+from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotReader, driver_failure, plan_read
+from airflow_cdc_provider.engine.run import Run
+from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """A chunk to copy, with all that an executor needs."""
+
+    sink: Sink
+    epoch: int
+    target: Target
+    chunk: Chunk
+    read: Read
+
+
+@dataclass(frozen=True)
+class SnapshotProgress:
+    """How far a snapshot is; ``seconds`` since the job began."""
+
+    chunks: int
+    finished: int
+    rows: int
+    seconds: float
+
+
+def choose_chunks(record: Record, group: int, groups: int) -> tuple[Chunk, ...]:
+    """The unfinished chunks of one of several groups; a chunk's group never changes."""
+    ordered = [c for c in record.chunks if c.keys is None]
+    return tuple(c.chunk for i, c in enumerate(ordered) if i % groups == group and c.watermark is None)
+
+
+def copy_chunks(
+    spark: SparkSession, run: Run, record: Record, chunks: Sequence[Chunk], report: Callable[[SnapshotProgress], None]
+) -> SnapshotProgress:
+    """Copy chunks, ``snapshot.parallelism`` at a time.
+
+    :param report: called about once a second.
+    :raises CdcError: the first error of a chunk; others may have been committed.
+    """
+    targets = {target.table.label: target for target in record.targets}
+    pipeline = run.pipeline
+    with connected(pipeline.source.dsn) as source:
+        tasks = [
+            ChunkTask(
+                run.sink,
+                run.epoch,
+                targets[chunk.table],
+                chunk,
+                plan_read(
+                    source,
+                    pipeline.source.dsn,
+                    targets[chunk.table].table,
+                    read_query(targets[chunk.table].table, chunk),
+                    int(record.identity["timeline"]),
+                ),
+            )
+            for chunk in chunks
+        ]
+    started = time.monotonic()
+    finished = rows = 0
+
+    def copy(task: ChunkTask) -> int | CdcError | None:
+        # A Spark job a chunk: it begins when a place is free, and none begins once the run is asked to stop.
+        if run.stopping:
+            return None
+        (result,) = spark.sparkContext.parallelize([task], 1).map(copy_chunk).collect()
+        return result
+
+    with ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool:
+        waiting = {pool.submit(copy, task) for task in tasks}
+        while waiting:
+            ready, waiting = wait(waiting, _POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in ready:
+                result = future.result()
+                if isinstance(result, CdcError):
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise result
+                if result is not None:
+                    finished += 1
+                    rows += result
+            run.check()
+            report(SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started))
+    return SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started)
+
+
+def copy_chunk(task: ChunkTask) -> int | CdcError:
+    """Copy one chunk; runs on an executor. Errors are returned: Spark would only try again at once."""
+    try:
+        reader = SnapshotReader(task.read)
+        try:
+            written = task.sink.write_chunk(task.epoch, task.target, task.chunk, reader.batches(), reader.finish)
+        finally:
+            reader.close()
+    except CdcError as e:
+        return e
+    except tuple(DRIVER_ERRORS) as e:
+        return driver_failure(e, f"chunk {task.chunk.title} from {describe(task.read.dsn)}")
+    return written or 0

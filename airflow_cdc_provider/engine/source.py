@@ -1,0 +1,189 @@
+"""The Spark data source ``postgres_cdc``: a replication slot as a stream of raw WAL pieces.
+
+Spark keeps one reader in a long-lived Python process beside the driver; it holds
+the replication connection, so decoding on the server starts once and not per
+batch. ``latestOffset`` decides where a batch ends, ``partitions`` ships the raw
+messages, and executors decode them.
+
+Spark calls ``commit`` only when it builds the next batch, and never when idle.
+The ``start`` argument of ``latestOffset`` is the reliable sign that a batch is in
+Spark's commit log, and since the sink commits before Spark does, in the sink too.
+The slot is acknowledged from there, and from nowhere else.
+
+Schema of the stream, one row a piece:
+
+==========  =======  ===========================================================
+``start``   string   JSON of the position after which the batch begins
+``end``     string   JSON of the position at which the batch ends
+``index``   int      order of the piece in the batch
+``piece``   binary   :meth:`Piece.to_bytes`; empty in a batch that only advances
+==========  =======  ===========================================================
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
+
+from airflow_cdc_provider.engine.connection import connected, scalar
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.wal import MESSAGE_PREFIX, Position, WalReader
+
+SCHEMA = "start string, end string, index int, piece binary"
+
+_ARROW = pa.schema([("start", pa.string()), ("end", pa.string()), ("index", pa.int32()), ("piece", pa.binary())])
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What the reader needs to know.
+
+    It crosses to the reader's process in a file that only this user can read,
+    since options of a Spark source show up in plans and in the Spark UI.
+
+    :param applied: LSN that is durable in the sink; the stream is asked from there.
+    :param max_batch_bytes: bytes of messages a batch should not exceed.
+    :param heartbeat: seconds between two advances without content.
+    """
+
+    dsn: str
+    slot: str
+    publication: str
+    applied: int
+    max_batch_bytes: int
+    heartbeat: float
+
+    def write(self) -> str:
+        """Write the options to a private temporary file and return its path."""
+        directory = Path(tempfile.mkdtemp(prefix="airflow-cdc-"))
+        path = directory / "source.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return str(path)
+
+    @classmethod
+    def read(cls, path: str) -> SourceOptions:
+        """Read the options that :meth:`write` wrote."""
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+class PostgresCdcSource(DataSource):
+    """Registers as ``postgres_cdc``; its option ``config`` is the path that :meth:`SourceOptions.write` returned."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+
+    @classmethod
+    def name(cls) -> str:
+        return "postgres_cdc"
+
+    def schema(self) -> str:
+        return SCHEMA
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        return SlotStreamReader(self.options["config"])
+
+
+class PiecePartition(InputPartition):
+    """One row of the stream, shipped with its task."""
+
+    def __init__(self, start: str, end: str, index: int, piece: bytes) -> None:
+        super().__init__(index)
+        self.start, self.end, self.index, self.piece = start, end, index, piece
+
+
+class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Spark's view of a slot. Connects on first use: a copy of it is pickled into the read tasks."""
+
+    def __init__(self, config: str) -> None:
+        self._config = config
+        self._reader: WalReader | None = None
+        self._advanced = 0.0
+        self._target: Position | None = None
+
+    def _options(self) -> SourceOptions:
+        return SourceOptions.read(self._config)
+
+    def _connected(self, boundary: int = 0) -> WalReader:
+        if self._reader is None:
+            options = self._options()
+            self._reader = WalReader(
+                options.dsn,
+                options.slot,
+                options.publication,
+                options.applied,
+                block_bytes=min(_BLOCK_BYTES, options.max_batch_bytes),
+                buffer_bytes=2 * options.max_batch_bytes,
+                boundary=boundary,
+            )
+        return self._reader
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        return Position(self._options().applied).to_json()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        return ReadMaxBytes(self._options().max_batch_bytes)
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Choose the end of the next batch, having acknowledged the one that ended at ``start``."""
+        options, after = self._options(), Position.from_json(start)
+        reader = self._connected()
+        if after > Position(options.applied):
+            failpoint("before-acknowledgement")
+            reader.committed(after)
+            failpoint("after-acknowledgement")
+        if self._target is not None and after >= self._target:
+            return start
+        unlimited = isinstance(limit, ReadAllAvailable)
+        size = 1 << 62 if unlimited else getattr(limit, "max_bytes", options.max_batch_bytes)
+        end = reader.cut(after, size, self._target)
+        if end == after and time.monotonic() - self._advanced >= options.heartbeat:
+            end = reader.idle_position(after)
+        if end != after:
+            self._advanced = time.monotonic()
+        return end.to_json()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Take as target everything that is committed now, up to a marker written for the purpose."""
+        options, reader = self._options(), self._connected()
+        with connected(options.dsn, settings={"synchronous_commit": "local"}) as connection:
+            query = "SELECT pg_logical_emit_message(true, %s, 'available-now')::text"
+            marker = parse_lsn(scalar(connection, query, [MESSAGE_PREFIX]))
+        self._target = reader.reach(marker)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """Ship the raw messages of ``(start, end]``, cut again at the same places after a restart.
+
+        What the sink already holds is not asked for again: the batch is then empty.
+        """
+        first, last = Position.from_json(start), Position.from_json(end)
+        if last <= Position(self._options().applied):
+            return []
+        pieces = self._connected(boundary=last.lsn).take(first, last)
+        failpoint("batch-planned")
+        texts = json.dumps(start), json.dumps(end)
+        if not pieces:
+            return [PiecePartition(*texts, 0, b"")]
+        return [PiecePartition(*texts, i, piece.to_bytes()) for i, piece in enumerate(pieces)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the one row of a partition; runs on an executor."""
+        assert isinstance(partition, PiecePartition)
+        columns = [[partition.start], [partition.end], [partition.index], [partition.piece]]
+        yield pa.RecordBatch.from_arrays([pa.array(c, f.type) for c, f in zip(columns, _ARROW, strict=True)], schema=_ARROW)
+
+    def stop(self) -> None:
+        if self._reader is not None:
+            self._reader.close()

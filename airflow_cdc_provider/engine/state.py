@@ -1,0 +1,187 @@
+"""The pipeline's state location: small JSON files, each replaced whole.
+
+Everything in here can be rebuilt but requests: the ground truth is the sink's
+commit record. Jobs report through it (heartbeat and progress), the command line
+and Airflow read it, and requests to a running job are left in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from airflow_cdc_provider.engine.errors import StateUnwritable
+
+STALE_SECONDS = 30.0
+"""A job whose heartbeat is older is taken for dead."""
+
+
+class State:
+    """The files below a pipeline's ``state`` URL.
+
+    :param url: any fsspec URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._root = fsspec.core.url_to_fs(self.url)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """Return the JSON object in file ``name``, ``None`` when there is none."""
+        try:
+            value = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
+        except FileNotFoundError:
+            return None
+        except (OSError, json.JSONDecodeError) as e:
+            raise self._unusable("read", name, e) from e
+        return dict(value)
+
+    def write(self, name: str, value: dict[str, Any]) -> None:
+        """Replace file ``name`` by a JSON object, atomically.
+
+        :raises StateUnwritable: when that is not possible.
+        """
+        path, data = f"{self._root}/{name}", json.dumps(value, indent=1).encode()
+        try:
+            if self._local:
+                _replace(Path(path), data)
+            else:
+                self._fs.pipe_file(path, data)
+        except OSError as e:
+            raise self._unusable("written", name, e) from e
+
+    def names(self, folder: str) -> list[str]:
+        """Names, relative to the state, of the files in ``folder``, sorted."""
+        try:
+            paths = self._fs.ls(f"{self._root}/{folder}", detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        names = (str(path).rsplit("/", 1)[-1] for path in paths)
+        return sorted(f"{folder}/{name}" for name in names if not name.startswith("."))
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder with all it holds, if it exists."""
+        path = f"{self._root}/{name}" if name else self._root
+        if self._fs.exists(path):
+            self._fs.rm(path, recursive=True)
+
+    def latest_offset(self) -> tuple[dict[str, Any], bool] | None:
+        """The last offset in Spark's checkpoint and whether its batch is committed; ``None`` without a checkpoint.
+
+        The file's lines are a version, Spark's metadata, and one offset a source.
+        """
+        batches = [int(n.rsplit("/", 1)[-1]) for n in self.names("checkpoint/offsets") if n.rsplit("/", 1)[-1].isdigit()]
+        if not batches:
+            return None
+        lines = self._fs.cat_file(f"{self._root}/checkpoint/offsets/{max(batches)}").decode().splitlines()
+        return json.loads(lines[2]), f"checkpoint/commits/{max(batches)}" in self.names("checkpoint/commits")
+
+    @property
+    def checkpoint_url(self) -> str:
+        """URL of Spark's checkpoint."""
+        return f"{self.url}/checkpoint"
+
+    @property
+    def _local(self) -> bool:
+        return "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+
+    def _unusable(self, what: str, name: str, error: Exception) -> StateUnwritable:
+        reason = getattr(error, "strerror", None) or str(error)
+        return StateUnwritable(
+            f"the state file {self.url}/{name} cannot be {what}: {reason}",
+            "Give the pipeline a state location that this user can write, and that driver and Airflow both reach.",
+        )
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, identified well enough to tell whether it is still the same and alive.
+
+    :param started: start time of the process in clock ticks since boot, which guards against reuse of its id.
+    """
+
+    host: str
+    pid: int
+    started: int
+
+    @classmethod
+    @cache
+    def this(cls) -> Owner:
+        """The current process."""
+        return cls(_host(), os.getpid(), _started(os.getpid()) or 0)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a job says of itself every few seconds.
+
+    :param part: ``stream`` or ``snapshot-0`` …
+    :param at: seconds since 1970.
+    :param ended: whether the job has ended in an orderly way.
+    :param progress: what the job has done, see ``status``.
+    """
+
+    owner: Owner
+    part: str
+    epoch: int
+    at: float
+    ended: bool
+    progress: dict[str, Any]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job must be taken for alive: on this host by its process, elsewhere by its age."""
+        if self.ended:
+            return False
+        if self.owner.host == _host():
+            return _started(self.owner.pid) == self.owner.started
+        return time.time() - self.at < STALE_SECONDS
+
+
+def read_heartbeats(state: State) -> list[Heartbeat]:
+    """The heartbeats of all jobs of a pipeline, dead ones included."""
+    found = [state.read(name) for name in state.names("jobs")]
+    return [Heartbeat(**(values | {"owner": Owner(**values["owner"])})) for values in found if values]
+
+
+def write_heartbeat(state: State, heartbeat: Heartbeat) -> None:
+    """Replace the heartbeat of a job."""
+    state.write(f"jobs/{heartbeat.part}.json", asdict(heartbeat))
+
+
+@cache
+def _host() -> str:
+    """Name of this host, and of this boot of it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip()[:8] if boot.exists() else ''}"
+
+
+def _started(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])

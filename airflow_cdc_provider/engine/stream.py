@@ -1,0 +1,354 @@
+"""The stream job: the log in units of whole transactions, staged by executors, committed by the driver.
+
+Spark cuts the stream into batches and remembers how far it is; the sink's commit
+record decides. A batch ends at a commit, so a batch is a unit, except for a
+transaction larger than a batch: its parts are staged batch by batch and committed
+with the last one. Spark's checkpoint is a cursor; one that is ahead of the record
+is discarded and the stream begins again where the record says.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.chunks import chunk_of
+from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe
+from airflow_cdc_provider.engine.effects import TableFilter, effects
+from airflow_cdc_provider.engine.errors import CdcError, Refused, StreamFailed
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.pgoutput import Piece, decode
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.reread import read_again, read_keys_again, take_requests
+from airflow_cdc_provider.engine.run import Run, existing_record
+from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, Sink, StagedPiece, Target
+from airflow_cdc_provider.engine.slot import emit_marker, gate, read_slot, wait_until
+from airflow_cdc_provider.engine.source import PostgresCdcSource, SourceOptions
+from airflow_cdc_provider.engine.wal import Position
+
+_POLL_SECONDS = 0.25
+_ACKNOWLEDGE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class StreamProgress:
+    """How far the stream is.
+
+    :param applied: LSN durable in the sink.
+    :param changes: row changes committed by this job.
+    :param seconds: time spent in batches that held changes.
+    """
+
+    applied: int
+    changes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The work of a staging task, as a function that Spark ships: raw pieces in, pickled messages out."""
+
+    sink: Sink
+    epoch: int
+    batch: str
+    targets: dict[int, Target]
+    filters: dict[str, TableFilter]
+    source_dsn: str
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for row in batch.to_pylist():
+                message: StagedPiece | CdcError
+                try:
+                    message = self._stage(row["start"], row["end"], row["index"], row["piece"])
+                except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
+                    message = e
+                except DRIVER_ERRORS as e:
+                    message = driver_failure(e, "staging")
+                yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
+
+    def _stage(self, start: str, end: str, index: int, data: bytes) -> StagedPiece:
+        decoded = decode(Piece.from_bytes(data)) if data else []
+        tables = {oid: target.table for oid, target in self.targets.items()}
+        source: Connection | None = None
+
+        def ask(
+            table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+        ) -> npt.NDArray[np.int64]:
+            nonlocal source
+            source = source or connect(self.source_dsn)
+            return chunk_of(source, table, bounds, keys)
+
+        try:
+            net = effects(decoded, tables, self.filters, self.sink.mode, ask)
+        finally:
+            if source is not None:
+                source.close()
+        staged = self.sink.stage(self.epoch, f"{self.batch}_{index}_{uuid.uuid4().hex[:8]}", net.effects)
+        xids = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(c.xid for c in decoded)]))
+        return StagedPiece(
+            start,
+            end,
+            index,
+            sum(len(c.op) for c in decoded),
+            xids.astype("<u4").tobytes(),
+            staged,
+            net.split_truncates,
+        )
+
+
+class StreamJob:
+    """Follows the log until told otherwise.
+
+    :param report: called after every batch and about once a second.
+    """
+
+    def __init__(
+        self, spark: SparkSession, run: Run, record: Record, report: Callable[[StreamProgress], None]
+    ) -> None:
+        self._spark = spark
+        self._run = run
+        self._pipeline = run.pipeline
+        self._sink = run.sink
+        self._report = report
+        self._record = record
+        self._applied = record.applied
+        self._changes = 0
+        self._seconds = 0.0
+        self._parts: list[StagedPiece] = []
+        self._unit = threading.Lock()
+        self._failure: CdcError | None = None
+
+    def follow(self, target: int | None) -> StreamProgress:
+        """Apply the log until everything up to ``target`` is durable, or for ever when ``None``.
+
+        :returns: what was done. Ends early when the run is asked to stop.
+        :raises CdcError: when the stream cannot go on.
+        """
+        query = self._start()
+        beat = time.monotonic()
+        try:
+            with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+                while not self._run.stopping and (target is None or self._applied < target):
+                    if self._terminated(query):
+                        break
+                    self._run.check()
+                    if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
+                        beat = time.monotonic()
+                        self._gate(source)
+                        emit_marker(source, "heartbeat")
+                    self._report(self._progress())
+                self._await_acknowledgement(source, query)
+        except DRIVER_ERRORS as e:
+            raise driver_failure(e, describe(self._pipeline.source.dsn)) from e
+        finally:
+            self._stop(query)
+        self._report(self._progress())
+        return self._progress()
+
+    def _progress(self) -> StreamProgress:
+        return StreamProgress(self._applied, self._changes, self._seconds)
+
+    def _start(self) -> StreamingQuery:
+        self._sink.sweep()
+        self._discard_foreign_checkpoint()
+        pipeline = self._pipeline
+        options = SourceOptions(
+            pipeline.source.dsn,
+            pipeline.source.slot,
+            pipeline.source.publication,
+            self._applied,
+            pipeline.stream.max_batch_bytes,
+            pipeline.stream.heartbeat,
+        )
+        self._spark.dataSource.register(PostgresCdcSource)
+        pieces = self._spark.readStream.format("postgres_cdc").option("config", options.write()).load()
+        return (
+            pieces.writeStream.queryName(f"airflow-cdc {pipeline.name}")
+            .foreachBatch(self._batch)
+            .option("checkpointLocation", self._run.state.checkpoint_url)
+            .trigger(processingTime=f"{int(pipeline.stream.trigger * 1000)} milliseconds")
+            .start()
+        )
+
+    def _discard_foreign_checkpoint(self) -> None:
+        """Discard a checkpoint that the sink's record does not bear out: it is a cursor, and loses nothing."""
+        latest = self._run.state.latest_offset()
+        if latest is None:
+            return
+        position, committed = Position.from_json(latest[0]), latest[1]
+        borne_out = position.lsn <= self._applied if committed else position.lsn == self._applied
+        if position.block or not borne_out:
+            self._run.state.remove("checkpoint")
+
+    def _gate(self, source: Connection) -> None:
+        pipeline = self._pipeline.source
+        gate(source, pipeline.slot, pipeline.publication, dict(self._record.identity), self._applied)
+
+    def _terminated(self, query: StreamingQuery) -> bool:
+        """Wait a little; raise what ended the query, if something did."""
+        self._run.wait(_POLL_SECONDS)
+        if query.isActive:
+            return False
+        failure = query.exception()
+        if failure is not None:
+            raise self._failure or _query_failure(str(failure)) from failure
+        return True
+
+    def _await_acknowledgement(self, source: Connection, query: StreamingQuery) -> None:
+        """Leave the slot at what is applied: Spark tells the source so when it next asks for an offset."""
+        applied, slot = self._applied, self._pipeline.source.slot
+        if applied == self._record.applied:
+            return
+
+        def acknowledged() -> bool:
+            state = read_slot(source, slot)
+            return state is None or state.confirmed_flush_lsn >= applied or self._terminated(query)
+
+        wait_until(acknowledged, _ACKNOWLEDGE_SECONDS)
+
+    def _stop(self, query: StreamingQuery) -> None:
+        """Stop between two units."""
+        with self._unit:
+            query.stop()
+
+    # -- one batch ---------------------------------------------------------------------------------
+
+    def _batch(self, pieces: DataFrame, batch: int) -> None:
+        """Bring a batch into the sink. Whatever goes wrong must be raised, or Spark would commit the batch."""
+        with self._unit:
+            try:
+                self._apply(pieces, batch)
+            except CdcError as e:
+                self._failure = e
+                raise
+            except PySparkException as e:
+                if not self._run.stopping:
+                    self._failure = StreamFailed(
+                        f"a Spark task of batch {batch} failed: {str(e).splitlines()[0]}",
+                        "Start again: the stream goes on from the last commit. The task's error is in Spark's log.",
+                    )
+                raise
+
+    def _apply(self, pieces: DataFrame, batch: int) -> None:
+        started = time.monotonic()
+        if not self._parts:
+            self._reread_on_request()
+        staged = self._stage(pieces, batch)
+        if not staged:
+            return  # the sink has it already
+        start, end = Position.from_json(json.loads(staged[0].start)), Position.from_json(json.loads(staged[0].end))
+        if end.block:
+            self._parts += staged
+            return
+        unit = self._parts + staged
+        unit = [replace(piece, index=i) for i, piece in enumerate(unit)]
+        start = Position.from_json(json.loads(unit[0].start))
+        if not self._commit(start, end, unit):
+            if self._parts:
+                raise StreamFailed(
+                    "rows were read again in the middle of a large transaction; it has to be streamed again",
+                    "Start again: the stream goes on from the last commit.",
+                )
+            self._sink.sweep()
+            unit = self._stage(pieces, batch)
+            if not self._commit(start, end, unit):
+                raise StreamFailed(
+                    f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
+                    "Run `airflow-cdc resnapshot` for the tables concerned.",
+                )
+        failpoint("batch-committed")
+        self._parts = []
+        self._applied = max(self._applied, end.lsn)
+        changes = sum(piece.changes for piece in unit)
+        if changes:
+            self._changes += changes
+            self._seconds += time.monotonic() - started
+        self._report(self._progress())
+
+    def _stage(self, pieces: DataFrame, batch: int) -> list[StagedPiece]:
+        filters = _open_filters(self._record, self._applied)
+        stage = Stage(
+            self._sink,
+            self._run.epoch,
+            f"{self._run.epoch}_{batch}",
+            {leaf.oid: target for target in self._record.targets for leaf in target.table.leaves},
+            filters,
+            self._pipeline.source.dsn,
+        )
+        found = pieces.mapInArrow(stage, "message binary").collect()
+        messages = [pickle.loads(row.message) for row in found]
+        for message in messages:
+            if isinstance(message, CdcError):
+                raise message
+        return sorted(messages, key=lambda m: m.index)
+
+    def _commit(self, start: Position, end: Position, unit: list[StagedPiece]) -> bool:
+        """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
+        split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
+        if split:
+            for label in sorted(split):
+                read_again(self._run, self._record, label)
+        else:
+            try:
+                self._sink.commit(self._run.epoch, start.lsn, end.lsn, unit)
+                return True
+            except MissingValues as e:
+                xids = np.unique(np.concatenate([np.frombuffer(piece.xids, "<u4") for piece in unit]))
+                read_keys_again(self._run, self._record, e.keys, xids)
+        self._record = existing_record(self._pipeline)
+        return False
+
+    def _reread_on_request(self) -> None:
+        if take_requests(self._run, self._record):
+            self._record = existing_record(self._pipeline)
+
+
+def _open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
+    """The chunk filters that still matter: a chunk sees nothing that committed after its H."""
+    filters = {}
+    for target in record.targets:
+        label = target.table.label
+        records = [c for c in record.chunks if c.chunk.table == label and c.watermark is not None]
+        ranges = sorted((c for c in records if c.keys is None), key=lambda c: c.chunk.index)
+        if not any(c.watermark and c.watermark.high > applied for c in records):
+            continue
+        reread = {}
+        for c in (c for c in records if c.keys is not None and c.watermark and c.watermark.high > applied):
+            assert c.watermark is not None and c.keys is not None
+            reread.update(dict.fromkeys(c.keys, c.watermark.snapshot))
+        filters[label] = TableFilter(
+            bounds=tuple(c.chunk.lower for c in ranges[1:] if c.chunk.lower is not None),
+            snapshots=tuple(c.watermark.snapshot for c in ranges if c.watermark),
+            reread=reread or None,
+        )
+    return filters
+
+
+def _query_failure(text: str) -> CdcError:
+    """What the source's process raised, told by its text: it is another process, which only Spark talks to."""
+    lines = [line.strip() for line in text.splitlines() if "airflow_cdc_provider.engine.errors." in line]
+    if lines:
+        _, _, tail = lines[-1].partition("airflow_cdc_provider.engine.errors.")
+        kind, _, message = tail.partition(": ")
+        if kind == Refused.__name__:
+            return Refused(message, "See the message.")
+        return StreamFailed(f"{kind}: {message}", "Start again: the stream goes on from the last commit.")
+    return StreamFailed(
+        f"the streaming query ended: {text.splitlines()[0] if text else 'without a message'}",
+        "Start again: the stream goes on from the last commit. Spark's log has the whole error.",
+    )

@@ -1,0 +1,104 @@
+"""A group of processes that ends as a whole, also when its owner is killed.
+
+A Spark job in client mode is a shell, a JVM, a Python driver and Python workers.
+Killing only the JVM leaves the driver behind, which goes on writing. The group's
+leader is a guard: a shell that waits on a pipe from us and ends the group when
+the pipe closes, which it does however we die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+# The guard ignores the signals that end the others, and goes last with the KILL to its own group.
+_GUARD = "trap '' TERM INT HUP; read -r line; kill -TERM 0; sleep 3; kill -KILL 0"
+_POLL_SECONDS = 0.05
+
+
+class ProcessGroup:
+    """A process group of its own; a context manager at whose end no member lives.
+
+    Start members with ``Popen(..., process_group=group.id)``.
+    """
+
+    def __init__(self) -> None:
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+
+    @property
+    def id(self) -> int:
+        """The group's id, which no other group can take before the end of the block."""
+        return self._guard.pid
+
+    def members(self) -> set[psutil.Process]:
+        """The living processes of the group and their descendants, some of which found groups of their own."""
+        members = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getpgid(process.pid) == self.id and process.pid != self.id:
+                    members |= {process, *process.children(recursive=True)}
+        return {process for process in members if _lives(process)}
+
+    def await_end(self, seconds: float) -> bool:
+        """Wait for the members to end by themselves; whether they did."""
+        return _await_end(self.members(), seconds)
+
+    def end(self, grace: float) -> None:
+        """Send SIGTERM to the group, and SIGKILL to what lives after ``grace`` seconds."""
+        members = self.members()
+        if not members:
+            return
+        self._signal(signal.SIGTERM)
+        if _await_end(members, grace):
+            return
+        for process in members | self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _await_end(members, grace)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end(grace=2.0)
+        self._signal(signal.SIGKILL)
+        self._guard.wait()
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.id, number)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether the process runs; one that ended and waits to be reaped by its parent does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _await_end(processes: set[psutil.Process], seconds: float) -> bool:
+    # psutil's own wait would reap children of ours and so take their exit code from Popen.
+    deadline = time.monotonic() + seconds
+    while any(map(_lives, processes)):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

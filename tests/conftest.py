@@ -1,0 +1,129 @@
+"""Fixtures that every test can use: Postgres servers, and fresh databases on them.
+
+Two servers live as long as the test run. A test that stops, kills or configures
+a server makes its own with ``make_server``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+
+# The tests crash processes, never the machine, so what the page cache holds is safe.
+SESSION_SETTINGS: Mapping[str, str] = {
+    "fsync": "off",
+    "max_connections": "100",
+    "max_replication_slots": "30",
+    "max_wal_senders": "30",
+}
+
+ServerMaker = Callable[..., PostgresServer]
+
+_numbers = itertools.count(1)
+
+_airflow_home = tempfile.TemporaryDirectory(prefix="cdc-airflow-")
+
+
+def pytest_configure() -> None:
+    """Keep Airflow, which makes its home when it is imported, out of the user's."""
+    os.environ["AIRFLOW_HOME"] = _airflow_home.name
+    os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
+
+
+def pytest_unconfigure() -> None:
+    """Remove that home."""
+    _airflow_home.cleanup()
+
+
+@dataclass(frozen=True)
+class Databases:
+    """The URIs of a test's two databases."""
+
+    source: str
+    target: str
+
+
+@pytest.fixture(scope="session")
+def server_directory() -> Iterator[Path]:
+    """A directory that an unprivileged user can enter, which pytest's own are not."""
+    directory = Path(tempfile.mkdtemp(prefix="cdc-test-"))
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def source_server(server_directory: Path) -> Iterator[PostgresServer]:
+    """The session's source: Postgres 16 with logical decoding."""
+    with PostgresServer.create(server_directory / "source", settings=SESSION_SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def target_server(server_directory: Path) -> Iterator[PostgresServer]:
+    """The session's target: Postgres 16."""
+    with PostgresServer.create(server_directory / "target", settings=SESSION_SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture
+def make_server(server_directory: Path) -> Iterator[ServerMaker]:
+    """Starts servers of the test's own; takes the arguments of ``PostgresServer.create`` but the directory."""
+    servers: list[PostgresServer] = []
+
+    def make(
+        version: str = "16", settings: Mapping[str, str] | None = None, binaries: Path | None = None
+    ) -> PostgresServer:
+        directory = server_directory / f"server{next(_numbers)}"
+        server = PostgresServer.create(directory, version, {"fsync": "off", **(settings or {})}, binaries)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield make
+    for server in servers:
+        server.remove()
+
+
+@pytest.fixture
+def databases(source_server: PostgresServer, target_server: PostgresServer) -> Iterator[Databases]:
+    """A fresh, empty pair of databases, dropped with the source's slots at the end."""
+    name = f"t{os.getpid()}_{next(_numbers)}"
+    for server in (source_server, target_server):
+        create_database(server, name)
+    yield Databases(source_server.dsn(name), target_server.dsn(name))
+    for server in (source_server, target_server):
+        drop_database(server, name)
+
+
+def create_database(server: PostgresServer, name: str) -> None:
+    """Create an empty database."""
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+
+
+def drop_database(server: PostgresServer, name: str) -> None:
+    """Drop a database with everything that would hold it: sessions, prepared transactions, slots."""
+    with psycopg.connect(server.dsn(name), autocommit=True) as connection:
+        prepared = connection.execute("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
+        for (gid,) in prepared.fetchall():
+            connection.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+        idle = "SELECT bool_and(NOT active) IS NOT FALSE FROM pg_replication_slots WHERE database = %s"
+        await_condition(lambda: connection.execute(idle, [name]).fetchone() == (True,), seconds=10)
+        connection.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s", [name]
+        )
+        connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))

@@ -1,0 +1,508 @@
+"""Chunks cover the key space of any table, and all parties agree on which chunk a key falls into.
+
+The servers are of the system's packages, because that of the wheel has no ICU.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from psycopg2 import sql
+from psycopg2.extensions import connection as Connection
+
+from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.engine import chunks
+from airflow_cdc_provider.engine.catalog import Column, Table, resolve
+from airflow_cdc_provider.engine.chunks import Chunk, chunk_of, plan, range_condition, read_query, text_of
+from airflow_cdc_provider.engine.config import TableRule
+from airflow_cdc_provider.engine.connection import connect, connected, rows, scalar
+
+NO_CONNECTION = cast(Connection, None)
+
+
+@pytest.fixture(scope="module")
+def database(server_directory: Path) -> Iterator[Connection]:
+    """A database on a full Postgres, with ICU."""
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    if not installed:
+        pytest.fail("These tests need Postgres from the system's packages; on Debian: apt-get install postgresql.")
+    directory = server_directory / "chunks"
+    with PostgresServer.create(directory, settings={"fsync": "off"}, binaries=installed[-1].parent) as server:
+        with connected(server.dsn()) as connection:
+            rows(connection, "CREATE EXTENSION citext SCHEMA public")
+            yield connection
+
+
+@pytest.fixture
+def source(database: Connection) -> Iterator[Connection]:
+    """The module's database with an empty schema shop, on Postgres with ICU."""
+    rows(database, "CREATE SCHEMA shop")
+    yield database
+    rows(database, "DROP SCHEMA shop CASCADE")
+
+
+def resolved(connection: Connection, label: str = "shop.t", where: str | None = None) -> Table:
+    (table,) = resolve(connection, (TableRule(label, where=where),), "changelog")
+    return table
+
+
+def bounds(planned: Sequence[Chunk]) -> list[tuple[str, ...]]:
+    return [chunk.lower for chunk in planned[1:] if chunk.lower is not None]
+
+
+def stored_keys(connection: Connection, table: Table, condition: sql.Composable | None = None) -> list[tuple[str, ...]]:
+    """Texts of the keys, those of all rows or of those that meet a condition."""
+    texts = sql.SQL(", ").join(text_of(column) for column in table.key_columns)
+    query = sql.SQL("SELECT {} FROM {} WHERE ").format(texts, sql.Identifier(table.schema, table.name))
+    return rows(connection, query + (condition or sql.SQL("true")))
+
+
+def arrays(keys: Sequence[tuple[str, ...]]) -> list[pa.Array]:
+    return [pa.array(column, pa.large_string()) for column in zip(*keys, strict=True)]
+
+
+def sizes(connection: Connection, table: Table, planned: Sequence[Chunk]) -> list[int]:
+    query = sql.SQL("SELECT count(*) FROM ({}) AS chunk")
+    return [int(scalar(connection, query.format(read_query(table, chunk)))) for chunk in planned]
+
+
+def check_cover(connection: Connection, table: Table, planned: Sequence[Chunk]) -> None:
+    """Every stored key lies in exactly one chunk, and the database's ``chunk_of`` says the same."""
+    assert [chunk.index for chunk in planned] == list(range(len(planned)))
+    assert planned[0].lower is None
+    assert planned[-1].upper is None
+    assert all(a.upper == b.lower is not None for a, b in zip(planned, planned[1:], strict=False))
+    found = {}
+    for chunk in planned:
+        for key in stored_keys(connection, table, range_condition(table, chunk)):
+            assert key not in found, f"{key} lies in chunks {found[key]} and {chunk.index}"
+            found[key] = chunk.index
+    keys = stored_keys(connection, table)
+    assert sorted(found) == sorted(keys)
+    random.Random(5).shuffle(keys)
+    assert chunk_of(connection, table, bounds(planned), arrays(keys)).tolist() == [found[key] for key in keys]
+
+
+LETTERS = "aAbBzZäÄåÅöÖßéE -_,\"'\\{}%0129ñчЧ"
+
+MAKERS: dict[str, Callable[[random.Random], str]] = {
+    "integer": lambda r: str(r.randint(-(2**31), 2**31 - 1)),
+    "bigint": lambda r: str(r.choice([r.randint(-50, 50), r.randint(-(2**63), 2**63 - 1)])),
+    "numeric": lambda r: r.choice(
+        ["NaN", "Infinity", "-Infinity", f"{r.uniform(-1e6, 1e6):.{r.randint(0, 20)}f}", "1e40"]
+    ),
+    "uuid": lambda r: f"{r.getrandbits(128):032x}",
+    "text": lambda r: "".join(r.choices(LETTERS, k=r.randint(0, 5))),
+    "timestamptz": lambda r: r.choice(
+        ["infinity", "-infinity", f"{r.randint(1, 9000):04}-01-02 03:04:05.{r.randint(0, 999999):06}+02"]
+    ),
+    "bytea": lambda r: "\\x" + r.randbytes(r.randint(0, 4)).hex(),
+    "boolean": lambda r: r.choice("tf"),
+    "interval": lambda r: f"{r.randint(-50, 50)} months {r.randint(-50, 50)} days {r.randint(-9, 9)} s",
+    "inet": lambda r: f"10.0.{r.randint(0, 9)}.{r.randint(0, 255)}/{r.choice([24, 32])}",
+    "bit": lambda r: "".join(r.choices("01", k=10)),
+    "float8": lambda r: r.choice(["NaN", "-0", "Infinity", repr(r.uniform(-1, 1)), repr(r.uniform(-1e300, 1e300))]),
+    "mood": lambda r: r.choice(["sad", "ok", "Happy"]),
+    "array": lambda r: "{" + ",".join(r.choices(["a", "B", "ä", '"x,y"', '"NULL"'], k=r.randint(0, 4))) + "}",
+    "jsonb": lambda r: r.choice(["1", "null", '"a"', f'{{"a": {r.randint(0, 99)}}}', f"[{r.randint(0, 99)}]"]),
+}
+
+KEYS: dict[str, list[tuple[str, str]]] = {
+    "bigint": [("bigint", "bigint")],
+    "negative int": [("int", "integer")],
+    "bigint, int": [("bigint", "integer"), ("int", "integer")],
+    "skewed text, numeric": [('text COLLATE "sv-x-icu"', "boolean"), ("numeric", "numeric")],
+    "uuid": [("uuid", "uuid")],
+    "text C": [('text COLLATE "C"', "text")],
+    "text default": [("text", "text")],
+    "text en": [('text COLLATE "en-x-icu"', "text")],
+    "text de": [('varchar(20) COLLATE "de-x-icu"', "text")],
+    "text sv": [('text COLLATE "sv-x-icu"', "text")],
+    "text nondeterministic": [("text COLLATE shop.nocase", "text")],
+    "text, text": [('text COLLATE "de-x-icu"', "text"), ("text COLLATE shop.nocase", "text")],
+    "citext": [("public.citext", "text")],
+    "citext, bigint, citext": [("public.citext", "boolean"), ("bigint", "bigint"), ("shop.short", "text")],
+    "domain with collation": [("shop.name", "text")],
+    "domain under another collation": [('shop.name COLLATE "C"', "text")],
+    "character(8)": [("character(8)", "text")],
+    "name": [("name", "text")],
+    "numeric": [("numeric", "numeric")],
+    "numeric(30,2)": [("numeric(30,2)", "integer")],
+    "timestamptz": [("timestamptz", "timestamptz")],
+    "timestamp(3)": [("timestamp(3)", "timestamptz")],
+    "bytea": [("bytea", "bytea")],
+    "boolean, interval": [("boolean", "boolean"), ("interval day to second(3)", "interval")],
+    "inet": [("inet", "inet")],
+    "bit": [("bit(10)", "bit")],
+    "float8": [("float8", "float8")],
+    "enum, int": [("shop.mood", "mood"), ("int", "integer")],
+    "text[]": [('text[] COLLATE "sv-x-icu"', "array")],
+    "varchar(9)[], jsonb": [("varchar(9)[]", "array"), ("jsonb", "jsonb")],
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sampled"])
+def test_every_key_falls_into_exactly_one_chunk(
+    source: Connection, monkeypatch: pytest.MonkeyPatch, name: str, exact: bool
+) -> None:
+    """For keys that were there when the chunks were planned, and for keys that came later."""
+    rows(
+        source,
+        """
+        CREATE COLLATION shop.nocase (provider = icu, locale = 'und-u-ks-level2', deterministic = false);
+        CREATE DOMAIN shop.name AS text COLLATE "de-x-icu";
+        CREATE DOMAIN shop.short AS public.citext;
+        CREATE TYPE shop.mood AS ENUM ('sad', 'ok', 'Happy');
+        """,
+    )
+    types = KEYS[name]
+    columns = ", ".join(f"k{i} {type_}" for i, (type_, _) in enumerate(types))
+    names = ", ".join(f"k{i}" for i in range(len(types)))
+    rows(source, f"CREATE TABLE shop.t (pad text, {columns}, PRIMARY KEY ({names}))")
+    draw = random.Random(name)
+
+    def insert(count: int) -> None:
+        drawn = [[MAKERS[maker](draw) for _ in range(count)] for _, maker in types]
+        values = ", ".join(f"u{i}::{type_.partition(' COLLATE')[0]}" for i, (type_, _) in enumerate(types))
+        arrays = ", ".join(["%s::text[]"] * len(types))
+        aliases = ", ".join(f"u{i}" for i in range(len(types)))
+        query = f"INSERT INTO shop.t SELECT 'x', {values} FROM unnest({arrays}) AS u ({aliases}) ON CONFLICT DO NOTHING"
+        rows(source, query, drawn)
+
+    insert(400)
+    table = resolved(source)
+    if not exact:
+        monkeypatch.setattr(chunks, "EXACT_BYTES", 0)
+
+    planned = plan(source, table, 30)
+
+    count = scalar(source, "SELECT count(*) FROM shop.t")
+    assert sum(sizes(source, table, planned)) == count
+    if exact:
+        assert sizes(source, table, planned) == [30] * (count // 30) + [count % 30] * (count % 30 > 0)
+    else:
+        assert abs(len(planned) - count / 30) <= 1
+    check_cover(source, table, planned)
+    insert(400)
+    check_cover(source, table, planned)
+
+
+def test_collations_decide_and_not_code_points(source: Connection) -> None:
+    """Swedish sorts ä after z, German beside a: the same key falls into different chunks."""
+    found = {}
+    for locale in ("de", "sv", "en"):
+        rows(source, f'CREATE TABLE shop.{locale} (k text COLLATE "{locale}-x-icu" PRIMARY KEY)')
+        table = resolved(source, f"shop.{locale}")
+        found[locale] = chunk_of(source, table, [("b",), ("z",)], arrays([("ä",), ("B",), ("a",), ("Z",)])).tolist()
+
+    assert found == {"de": [0, 1, 0, 2], "sv": [2, 1, 0, 2], "en": [0, 1, 0, 2]}
+
+
+def test_an_empty_table_and_one_without_key_are_one_chunk(source: Connection) -> None:
+    rows(source, "CREATE TABLE shop.t (id int PRIMARY KEY); CREATE TABLE shop.keyless (id int)")
+    rows(source, "ALTER TABLE shop.keyless REPLICA IDENTITY FULL; INSERT INTO shop.keyless VALUES (1), (1), (NULL)")
+
+    for label, count in (("shop.t", 0), ("shop.keyless", 3)):
+        table = resolved(source, label)
+        planned = plan(source, table, 1)
+        assert planned == (Chunk(label, 0, None, None),)
+        assert range_condition(table, planned[0]).as_string(source) == "true"
+        assert sizes(source, table, planned) == [count]
+
+
+def test_chunks_of_one_row(source: Connection) -> None:
+    rows(source, "CREATE TABLE shop.t (id int PRIMARY KEY); INSERT INTO shop.t VALUES (-5), (7), (9)")
+    table = resolved(source)
+
+    planned = plan(source, table, 1)
+
+    assert bounds(planned) == [("7",), ("9",)]
+    assert [chunk.title for chunk in planned] == ["shop.t[0] .. 7", "shop.t[1] 7 .. 9", "shop.t[2] 9 .."]
+
+
+def test_the_planner_does_not_believe_reltuples(source: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows(
+        source,
+        """
+        CREATE TABLE shop.t (id int PRIMARY KEY, pad text) WITH (autovacuum_enabled = false);
+        INSERT INTO shop.t VALUES (1); ANALYZE shop.t; DELETE FROM shop.t;
+        """,
+    )
+    rows(source, "INSERT INTO shop.t SELECT i, 'x' FROM generate_series(1, 20000) i")
+    assert scalar(source, "SELECT reltuples FROM pg_class WHERE oid = 'shop.t'::regclass") == 1
+    table = resolved(source)
+
+    assert sizes(source, table, plan(source, table, 1000)) == [1000] * 20
+    monkeypatch.setattr(chunks, "EXACT_BYTES", 0)
+    assert sizes(source, table, plan(source, table, 1000)) == [1000] * 20
+
+
+@pytest.mark.parametrize("one_in", [1, 4], ids=["all rows of a block", "some rows of a block"])
+def test_samples_cut_a_skewed_table_into_chunks_of_similar_size(
+    source: Connection, monkeypatch: pytest.MonkeyPatch, one_in: int
+) -> None:
+    """Half of the rows have neighbouring keys, the others are spread over all the space."""
+    rows(
+        source,
+        """
+        CREATE TABLE shop.t (id bigint, pad text DEFAULT repeat('x', 300), PRIMARY KEY (id)) PARTITION BY RANGE (id);
+        CREATE TABLE shop.t1 PARTITION OF shop.t FOR VALUES FROM (MINVALUE) TO (100000);
+        CREATE TABLE shop.t2 PARTITION OF shop.t DEFAULT;
+        INSERT INTO shop.t SELECT i FROM generate_series(1, 30000) i;
+        INSERT INTO shop.t SELECT 1000003::bigint * i * i FROM generate_series(1, 30000) i;
+        """,
+    )
+    table = resolved(source, where="id % 3 <> 0 AND id <> 25")
+    count = scalar(source, "SELECT count(*) FROM shop.t WHERE id % 3 <> 0 AND id <> 25")
+    monkeypatch.setattr(chunks, "EXACT_BYTES", 1 << 20)
+    monkeypatch.setattr(chunks, "PROBED_BLOCKS", 60)
+    sample_rows = 30 * count / 4000 * 15
+    monkeypatch.setattr(chunks, "SAMPLED_ROWS", sample_rows / one_in if one_in > 1 else 300_000)
+
+    planned = plan(source, table, 4000)
+
+    found = sizes(source, table, planned)
+    assert sum(found) == count
+    assert abs(len(planned) - count / 4000) <= 3
+    assert max(found) < 3 * 4000
+    check_cover(source, table, planned)
+
+
+def test_rules_and_odd_names(source: Connection) -> None:
+    rows(
+        source,
+        """
+        CREATE TABLE shop."We ird%s" ("position" int, "k0" text, "a""b%s" bool, PRIMARY KEY ("k0", "position"));
+        INSERT INTO shop."We ird%s" SELECT i, 'x''\\' || i % 7, i % 2 = 0 FROM generate_series(1, 200) i;
+        CREATE TABLE shop.child () INHERITS (shop."We ird%s");
+        INSERT INTO shop.child VALUES (1, 'child', true);
+        """,
+    )
+    table = resolved(source, "shop.We ird%s", where='"position" % 2 = 0 -- half {of} them %s')
+
+    planned = plan(source, table, 10)
+
+    assert sizes(source, table, planned) == [10] * 10
+    assert rows(source, read_query(table, planned[-1]))[0][2] == "t"
+    assert len(rows(source, read_query(table, None))) == 100
+    everything = resolved(source, "shop.We ird%s")
+    with_all = plan(source, everything, 10)
+    assert sum(sizes(source, everything, with_all)) == 200
+
+
+def test_a_partitioned_table_without_partitions_reads_as_empty(source: Connection) -> None:
+    rows(source, 'CREATE TABLE shop.t (id int PRIMARY KEY, "x y" text) PARTITION BY LIST (id)')
+    table = resolved(source)
+
+    assert plan(source, table, 5) == (Chunk("shop.t", 0, None, None),)
+    with source.cursor() as cursor:
+        cursor.execute(read_query(table, None))
+        assert [column.name for column in cursor.description or ()] == ["id", "x y"]
+        assert cursor.fetchall() == []
+
+
+def test_a_key_that_outgrew_the_planned_type_is_not_cut(source: Connection) -> None:
+    rows(source, "CREATE TABLE shop.t (k varchar(3) PRIMARY KEY); CREATE TABLE shop.b (k bit(3) PRIMARY KEY)")
+    text, bit = resolved(source), resolved(source, "shop.b")
+
+    assert chunk_of(source, text, [("abcd",)], arrays([("abcc",), ("abcd",), ("abce",)])).tolist() == [0, 1, 1]
+    assert chunk_of(source, bit, [("101",)], arrays([("100",), ("111",)])).tolist() == [0, 1]
+
+
+def test_integers_and_single_chunks_do_not_ask_the_database() -> None:
+    key = Column("id", "bigint", 20, None, True, True)
+    table = Table(1, "shop", "t", (key,), ("id",), "d", None, (), "r")
+    random_ = np.random.default_rng(3)
+    lowers = np.unique(random_.integers(-(2**62), 2**62, 50))
+    values: npt.NDArray[np.int64] = np.concatenate([random_.integers(-(2**62), 2**62, 500), lowers, lowers - 1])
+
+    found = chunk_of(NO_CONNECTION, table, [(str(x),) for x in lowers], arrays([(str(x),) for x in values]))
+
+    assert found.tolist() == [int((lowers <= value).sum()) for value in values]
+    assert found.dtype == np.int64
+    texts = Table(1, "shop", "t", (Column("k", "text", 25, None, True, True),), ("k",), "d", None, (), "r")
+    assert chunk_of(NO_CONNECTION, texts, [], arrays([("a",), ("b",)])).tolist() == [0, 0]
+    assert chunk_of(NO_CONNECTION, texts, [("x",)], [pa.array([], pa.large_string())]).tolist() == []
+
+
+def test_chunks_as_json_and_titles() -> None:
+    chunk = Chunk("shop.t", 3, ("1", string.ascii_letters * 2), None)
+
+    assert Chunk.from_dict(chunk.to_dict()) == chunk
+    assert chunk.title.startswith("shop.t[3] (1, abc")
+    assert chunk.title.endswith("… ..")
+    assert Chunk("shop.t", 0, None, None).title == "shop.t[0] all rows"
+
+
+# A value, and where they matter several, of every built-in type that a column can have.
+VALUES = {
+    "aclitem": ["postgres=r/postgres"],
+    "bit": ["101"],
+    "bool": ["t", "f"],
+    "box": ["(1,2),(0,0)"],
+    "bpchar": ["ab  ", ""],
+    "bytea": ["\\xdeadbeef", ""],
+    "char": ["a", "\\200", ""],
+    "cid": ["7"],
+    "cidr": ["10.0.0.0/8", "::/0"],
+    "circle": ["<(0,0),1.5>"],
+    "date": ["2024-02-29", "infinity", "0044-03-15 BC"],
+    "datemultirange": ["{[2024-01-01,2024-02-01)}"],
+    "daterange": ["[2024-01-01,)"],
+    "float4": ["0.1", "NaN", "1e-40"],
+    "float8": ["0.30000000000000004", "-0", "-Infinity"],
+    "gtsvector": [],
+    "inet": ["10.0.0.1", "10.0.0.1/32", "10.0.0.0/8", "::1"],
+    "int2": ["-32768"],
+    "int4": ["2147483647"],
+    "int4multirange": ["{[1,2),[5,9)}"],
+    "int4range": ["[1,5)", "empty"],
+    "int8": ["-9223372036854775808"],
+    "int8multirange": ["{}"],
+    "int8range": ["(,5)"],
+    "interval": ["1 year 2 mons -3 days 04:05:06.7", "-00:00:01"],
+    "json": ['{"a" :  1}'],
+    "jsonb": ['{"b": 1, "a": "\\u00e4"}'],
+    "jsonpath": ["$.a[*]"],
+    "line": ["{1,-1,0.5}"],
+    "lseg": ["[(0,0),(1,1)]"],
+    "macaddr": ["08:00:2b:01:02:03"],
+    "macaddr8": ["08:00:2b:01:02:03:04:05"],
+    "money": ["-1234.56"],
+    "name": ["we ird"],
+    "numeric": ["1.10", "NaN", "1e30"],
+    "nummultirange": ["{[1.5,2)}"],
+    "numrange": ["[1.50,2]"],
+    "oid": ["4294967295"],
+    "path": ["((0,0),(1,1))", "[(0,0),(1,1)]"],
+    "pg_brin_bloom_summary": [],
+    "pg_brin_minmax_multi_summary": [],
+    "pg_dependencies": [],
+    "pg_lsn": ["16/B374D848"],
+    "pg_mcv_list": [],
+    "pg_ndistinct": [],
+    "pg_node_tree": [],
+    "pg_snapshot": ["10:20:10,14"],
+    "point": ["(1.1,2)"],
+    "polygon": ["((0,0),(1,1),(1,0))"],
+    "refcursor": ["c 1"],
+    "regclass": ["pg_class", "pg_type"],
+    "regcollation": ['"C"'],
+    "regconfig": ["english"],
+    "regdatabase": ["postgres"],
+    "regdictionary": ["simple"],
+    "regnamespace": ["pg_catalog"],
+    "regoper": ["||/"],
+    "regoperator": ["+(integer,integer)"],
+    "regproc": ["now"],
+    "regprocedure": ["abs(integer)"],
+    "regrole": ["postgres"],
+    "regtype": ["integer"],
+    "text": ["a\\b\n\"'ä %s", ""],
+    "tid": ["(1,2)"],
+    "time": ["24:00:00", "01:02:03.000004"],
+    "timestamp": ["2024-01-02 03:04:05.6", "-infinity"],
+    "timestamptz": ["2024-01-02 03:04:05.6+02"],
+    "timetz": ["01:02:03+02"],
+    "tsmultirange": ['{["2024-01-01 00:00:00","2024-01-02 00:00:00")}'],
+    "tsquery": ["'a' & !'b'"],
+    "tsrange": ['["2024-01-01 00:00:00",)'],
+    "tstzmultirange": ['{["2024-01-01 00:00:00+00",)}'],
+    "tstzrange": ['["2024-01-01 00:00:00+00",)'],
+    "tsvector": ["'a':1A 'b'"],
+    "txid_snapshot": ["10:20:"],
+    "uuid": ["a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11"],
+    "varbit": ["10101", ""],
+    "varchar": ["ab  "],
+    "xid": ["7"],
+    "xid8": ["18446744073709551615"],
+    "xml": ['<?xml version="1.0" encoding="UTF-8"?><a/>', "<b/>"],
+}
+
+
+def output(connection: Connection, table: str) -> list[list[str | None]]:
+    """All rows as COPY writes them: by the types' output functions, as pgoutput does."""
+    with connection.cursor() as cursor:
+        text = io.StringIO()
+        cursor.copy_expert(f"COPY {table} TO STDOUT (FORMAT csv, FORCE_QUOTE *, NULL '<null>')", text)
+    # csv cannot tell a quoted <null> from a bare one; no value is that.
+    return [[None if value == "<null>" else value for value in row] for row in csv.reader(io.StringIO(text.getvalue()))]
+
+
+@pytest.mark.parametrize("edition", ["system", "18"])
+def test_texts_are_those_of_the_output_functions(database: Connection, server_directory: Path, edition: str) -> None:
+    """For every built-in type, its arrays, domains over it, and types of the user's."""
+    if edition == "system":
+        check_texts(database)
+        return
+    with PostgresServer.create(server_directory / "texts", edition, {"fsync": "off"}) as server:
+        connection = connect(server.dsn())
+        check_texts(connection)
+        connection.close()
+
+
+def check_texts(connection: Connection) -> None:
+    types = rows(
+        connection,
+        "SELECT typname, typarray <> 0 FROM pg_type WHERE typnamespace = 'pg_catalog'::regnamespace"
+        " AND typtype IN ('b', 'r', 'm') AND typcategory <> 'A' AND oid < 16384",
+    )
+    assert {name for name, _ in types} <= set(VALUES), "a built-in type has no values here"
+    has_xml = not connection.info.server_version >= 180000
+    rows(connection, "CREATE SCHEMA texts")
+    columns, values = [], []
+    for name, _ in types:
+        if not VALUES[name] or (name == "xml" and not has_xml):
+            continue
+        rows(connection, f'CREATE DOMAIN texts."{name}" AS pg_catalog."{name}"')
+        for type_ in (f'pg_catalog."{name}"', f'texts."{name}"'):
+            columns += [type_, f"{type_}[]"]
+            values += [VALUES[name][0], [*VALUES[name], None]]
+    rows(
+        connection,
+        "CREATE TYPE texts.pair AS (a int, b text, c character(3)); CREATE TYPE texts.mood AS ENUM ('sad');"
+        "CREATE CAST (texts.pair AS text) WITH INOUT; CREATE DOMAIN texts.flag AS texts.mood",
+    )
+    columns += [
+        "texts.pair",
+        "texts.pair",
+        "texts.mood",
+        "texts.flag[]",
+        "pg_catalog.numeric(8,3)",
+        'pg_catalog."char"',
+    ]
+    values += ['(,"x y",)', "(,,)", "sad", ["sad"], "1.5", "\\200"]
+    definition = ", ".join(f"c{i} {type_}" for i, type_ in enumerate(columns))
+    rows(connection, f"CREATE TABLE texts.t ({definition}); ALTER TABLE texts.t REPLICA IDENTITY FULL")
+    placeholders = ", ".join(f"%s::text{'[]' * isinstance(v, list)}::{t}" for v, t in zip(values, columns, strict=True))
+    rows(connection, f"INSERT INTO texts.t SELECT {placeholders}", values)
+    rows(connection, "INSERT INTO texts.t DEFAULT VALUES")
+    more = [
+        (i, v)
+        for i, t in enumerate(columns)
+        if not t.endswith("[]")
+        for v in VALUES.get(t.split('"')[1] if '"' in t else "", [])[1:]
+    ]
+    for i, value in more:
+        rows(connection, f"INSERT INTO texts.t (c{i}) SELECT %s::text::{columns[i]}", [value])
+
+    table = resolved(connection, "texts.t")
+    texts = rows(connection, read_query(table, None))
+    expected = output(connection, "texts.t")
+
+    assert len(texts) == len(more) + 2
+    for got, wanted in zip(texts, expected, strict=True):
+        for column, text, output_text in zip(table.columns, got, wanted, strict=True):
+            assert text == output_text, column
+    rows(connection, "DROP SCHEMA texts CASCADE")

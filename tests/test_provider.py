@@ -1,0 +1,211 @@
+"""What the provider tells Airflow about itself, its hook, and pipelines with Airflow's connections."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.airflow_support import ROOT, connection_json, write_pipeline
+
+# isort: split
+import airflow
+import jsonschema
+
+from airflow_cdc_provider import get_provider_info as provider_info_module
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.get_provider_info import get_provider_info
+from airflow_cdc_provider.hooks.cdc import PostgresCdcHook, load_pipeline
+from tests.conftest import Databases, ServerMaker
+
+pytestmark = pytest.mark.airflow
+
+
+def schema(name: str) -> Any:
+    """A JSON schema that Airflow ships."""
+    return json.loads((Path(airflow.__path__[0]) / name).read_text())
+
+
+def info() -> dict[str, Any]:
+    return dict(get_provider_info())
+
+
+def test_the_info_is_valid_for_airflow() -> None:
+    jsonschema.validate(info(), schema("provider_info.schema.json"))
+
+
+@pytest.mark.parametrize("key", ["integrations", "operators", "sensors", "hooks", "connection-types"])
+def test_each_part_of_the_info_is_valid_for_the_stricter_schema_of_providers(key: str) -> None:
+    jsonschema.validate(info()[key], schema("provider.yaml.schema.json")["properties"][key])
+
+
+def test_the_package_name_is_that_of_the_distribution() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+
+    assert info()["package-name"] == setup["metadata"]["name"]
+    entry_point = "provider_info = airflow_cdc_provider.get_provider_info:get_provider_info"
+    assert entry_point in setup["options.entry_points"]["apache_airflow_provider"]
+
+
+def test_the_info_imports_nothing() -> None:
+    tree = ast.parse(Path(provider_info_module.__file__ or "").read_text())
+
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+    assert [node.module for node in imports if isinstance(node, ast.ImportFrom)] == ["__future__"]
+    assert len(imports) == 1
+
+
+@pytest.mark.parametrize("key", ["operators", "sensors", "hooks"])
+def test_every_module_imports_and_belongs_to_an_integration(key: str) -> None:
+    integrations = {integration["integration-name"] for integration in info()["integrations"]}
+
+    for entry in info()[key]:
+        assert entry["integration-name"] in integrations
+        for module in entry["python-modules"]:
+            assert import_module(module).__doc__
+
+
+def test_the_hook_is_the_one_of_the_connection_type() -> None:
+    (entry,) = info()["connection-types"]
+    module, name = entry["hook-class-name"].rsplit(".", 1)
+    hook = getattr(import_module(module), name)
+
+    assert hook is PostgresCdcHook
+    assert hook.conn_type == entry["connection-type"]
+    assert hook.hook_name == entry["hook-name"]
+    assert hook(**{hook.conn_name_attr: "other"}).postgres_cdc_conn_id == "other"
+
+
+@pytest.mark.parametrize(
+    ("connection", "uri"),
+    [
+        ("postgresql://cdc:pw@db:5433/shop", "postgresql://cdc:pw@db:5433/shop"),
+        ("postgres-cdc://cdc@db/shop?sslmode=require", "postgresql://cdc@db/shop?sslmode=require"),
+        (
+            connection_json(conn_type="postgres", login="a@b", password="p:w/?#%", host="db", schema="we ird"),
+            "postgresql://a%40b:p%3Aw%2F%3F%23%25@db/we%20ird",
+        ),
+        (
+            connection_json(
+                conn_type="postgres_cdc",
+                host="db",
+                schema="shop",
+                extra={"sslmode": None, "connect_timeout": 5, "cursor": "dictcursor", "iam": True, "dbname": "x"},
+            ),
+            "postgresql://db/shop?connect_timeout=5",
+        ),
+        (
+            connection_json(conn_type="postgres", host="/var/run/postgresql", schema="shop"),
+            "postgresql:///shop?host=%2Fvar%2Frun%2Fpostgresql",
+        ),
+    ],
+)
+def test_the_uri_is_one_for_libpq(monkeypatch: pytest.MonkeyPatch, connection: str, uri: str) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", connection)
+
+    assert PostgresCdcHook("shop_pg").get_uri() == uri
+
+
+def test_a_missing_connection_and_one_of_another_type_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_LAKE", "http://lake/")
+
+    with pytest.raises(ConfigError, match="'nowhere' does not exist") as missing:
+        PostgresCdcHook("nowhere").get_uri()
+    with pytest.raises(ConfigError, match="of type 'http'"):
+        PostgresCdcHook("lake").get_uri()
+
+    assert "AIRFLOW_CONN_NOWHERE" in missing.value.solution
+
+
+def test_a_good_server_is_described_in_sentences(monkeypatch: pytest.MonkeyPatch, databases: Databases) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", databases.source)
+
+    passed, text = PostgresCdcHook("shop_pg").test_connection()
+
+    assert passed, text
+    assert "wal_level is logical." in text
+    assert "Role postgres may replicate." in text
+    assert "replication slots are free." in text
+
+
+def test_the_connection_works_as_a_session(monkeypatch: pytest.MonkeyPatch, databases: Databases) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", databases.source)
+
+    connection = PostgresCdcHook("shop_pg").get_conn()
+
+    with connection, connection.cursor() as cursor:
+        cursor.execute("SELECT 1")
+        assert cursor.fetchone() == (1,)
+    connection.close()
+
+
+def test_every_obstacle_on_a_server_is_named(monkeypatch: pytest.MonkeyPatch, make_server: ServerMaker) -> None:
+    server = make_server(settings={"wal_level": "replica", "max_replication_slots": "0"})
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute("CREATE ROLE reader LOGIN")
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", server.dsn().replace("postgres@", "reader@"))
+
+    passed, text = PostgresCdcHook("shop_pg").test_connection()
+
+    assert not passed
+    assert "Set wal_level = logical" in text
+    assert "Role reader may not replicate." in text
+    assert "No replication slot is free." in text
+
+
+def test_a_server_that_does_not_answer_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", "postgresql://cdc:secret@127.0.0.1:1/shop")
+
+    passed, text = PostgresCdcHook("shop_pg").test_connection()
+
+    assert not passed
+    assert text.startswith("cannot connect to 127.0.0.1:1/shop")
+    assert "secret" not in text
+
+
+def test_a_pipeline_gets_its_connections_from_airflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", connection_json(conn_type="postgres", host="db", schema="shop"))
+    monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgres-cdc://cdc:secret@dw/dw")
+    monkeypatch.setenv("SITE", "warehouse")
+    monkeypatch.setenv("UNRELATED", "value")
+    path = write_pipeline(tmp_path, **{"conn_id: warehouse_pg": 'conn_id: "${SITE}_pg"'})
+
+    loaded = load_pipeline(path)
+
+    assert loaded.pipeline.source.dsn == "postgresql://db/shop"
+    assert loaded.pipeline.sink.dsn == "postgresql://cdc:secret@dw/dw"
+    assert loaded.environment == {
+        "AIRFLOW_CONN_SHOP_PG": "postgresql://db/shop",
+        "AIRFLOW_CONN_WAREHOUSE_PG": "postgresql://cdc:secret@dw/dw",
+        "SITE": "warehouse",
+    }
+    assert Pipeline.load(path, loaded.environment) == loaded.pipeline
+    assert "secret" not in repr(loaded)
+
+
+def test_a_connection_that_the_file_names_and_airflow_lacks_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'shop_pg', named by source\.conn_id, does not exist"):
+        load_pipeline(write_pipeline(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("pipeline: [", "is not YAML"), ("- a list", "must be a mapping"), ("pipeline: shop\nsource: 1", "source")],
+)
+def test_a_broken_file_is_refused_with_the_engines_words(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline(write_pipeline(tmp_path, text))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_pipeline(tmp_path / "nowhere.yaml")

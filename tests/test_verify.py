@@ -1,0 +1,579 @@
+"""The comparison of source and target, on two servers."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine import verify
+from airflow_cdc_provider.engine.catalog import resolve
+from airflow_cdc_provider.engine.config import TableRule
+from airflow_cdc_provider.engine.connection import Connection, connect, connected, rows, scalar
+from airflow_cdc_provider.engine.errors import MissingPrivilege, StreamFailed, UnknownTable
+from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.verify import Pair, TableResult, compare, compare_changelog
+from tests.conftest import Databases, ServerMaker, drop_database
+
+TYPES_DDL = """
+CREATE TABLE public.t (
+    id int, code char(5), small smallint, big bigint, price numeric, real real, double double precision,
+    body text COLLATE "C", posix text COLLATE "POSIX", short varchar(20), raw bytea, doc jsonb, doc_text json,
+    tags text[], matrix int[], at timestamptz, local timestamp, day date, span interval, flag bool, letter "char",
+    address inet, net cidr, uid uuid, period tstzrange, bits bit(3), name name, money money,
+    PRIMARY KEY (code, id)
+)
+"""
+TYPES_ROWS = """
+INSERT INTO public.t VALUES
+    (1, 'a', 1, 9223372036854775807, 1.0, 'NaN', 0.1, 'plain', 'x', 'v', '\\x00ff', '{"a": [1, null]}', '{"a" : 1}',
+     '{a,NULL,"","NULL","b c"}', '{{1,2},{3,NULL}}', 'infinity', '-infinity', '0044-03-15 BC', '1 mon -2 days',
+     true, 'c', '10.0.0.1/8', '10.0.0.0/8', 'a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11', '[2024-01-01,)', B'101', 'n', 1.5),
+    (2, 'a', NULL, NULL, 1.00, 'Infinity', '-0', E'quote " '' and \\\\ and \\n, (tab\\t)', 'ä€𝄞', '', '', 'null',
+     'null', '{}', '{}', '-infinity', 'infinity', 'infinity', '-00:00:01', false, '', '::1', '::/0',
+     'a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a12', 'empty', B'000', '', -1),
+    (2, 'ab', -1, 0, 1e-20, 1e-30, 1e300, '', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL),
+    (3, ' b', 0, 0, 'NaN', 0, 0, NULL, '', 'NULL', '\\x', '"ä"', '"ä"', '{NULL}', '{NULL}',
+     '2024-03-31 02:30:00.123456+02', '2024-03-31', '2024-02-29', '1 year', true, 'x', '10.0.0.1', '10.1.0.0/16',
+     'a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a13', '(,)', B'111', 'z', 0)
+"""
+
+
+@dataclass
+class Session:
+    """Connections to a test's databases; ``both`` runs a statement on either."""
+
+    source: Connection
+    target: Connection
+
+    def both(self, *statements: str) -> None:
+        for statement in statements:
+            rows(self.source, statement)
+            rows(self.target, statement)
+
+    def pair(self, pattern: str = "public.t", target: str | None = None, where: str | None = None) -> Pair:
+        (table,) = resolve(self.source, (TableRule(pattern, where=where),), "mirror")
+        return Pair(table, table.schema, target or table.name)
+
+    def compare(self, pair: Pair | None = None, live: verify.Live | None = None) -> TableResult:
+        (result,) = compare(self.source, self.target, [pair or self.pair()], live)
+        return result
+
+
+@pytest.fixture
+def session(databases: Databases) -> Iterator[Session]:
+    with connected(databases.source) as source, connected(databases.target) as target:
+        yield Session(source, target)
+
+
+def found(result: TableResult) -> set[tuple[str, ...]]:
+    """Each difference as its kind and the values of its key."""
+    return {(difference.kind, *difference.key.values()) for difference in result.differences}
+
+
+# Standing still
+
+
+def test_types(session: Session) -> None:
+    session.both(TYPES_DDL, TYPES_ROWS)
+    result = session.compare()
+    assert result == TableResult("public.t", 4, 4, True, (), 0, 0)
+
+
+DAMAGES: dict[str, set[tuple[str, ...]]] = {
+    "UPDATE t SET price = 1.00 WHERE id = 1": {("different", "a    ", "1")},
+    "UPDATE t SET body = NULL WHERE body = ''": {("different", "ab   ", "2")},
+    "UPDATE t SET body = '' WHERE body IS NULL": {("different", " b   ", "3")},
+    "UPDATE t SET short = NULL WHERE short = 'NULL'": {("different", " b   ", "3")},
+    'UPDATE t SET tags = \'{a,NULL,NULL,"NULL","b c"}\' WHERE id = 1': {("different", "a    ", "1")},
+    "UPDATE t SET doc_text = '{\"a\":1}' WHERE id = 1": {("different", "a    ", "1")},
+    "UPDATE t SET double = 0.10000000000000002 WHERE id = 1": {("different", "a    ", "1")},
+    "UPDATE t SET address = '10.0.0.1/32' WHERE id = 1": {("different", "a    ", "1")},
+    "UPDATE t SET at = 'infinity' WHERE id = 2 AND code = 'a'": {("different", "a    ", "2")},
+    "UPDATE t SET raw = '\\x00fe' WHERE id = 1": {("different", "a    ", "1")},
+    "DELETE FROM t WHERE id = 3": {("missing", " b   ", "3")},
+    "INSERT INTO t (id, code) VALUES (9, 'new')": {("extra", "new  ", "9")},
+    "UPDATE t SET id = 7 WHERE id = 3": {("missing", " b   ", "3"), ("extra", " b   ", "7")},
+    "UPDATE t SET body = o.body FROM t o WHERE t.code = 'a' AND o.code = 'a' AND o.id = 3 - t.id": {
+        ("different", "a    ", "1"),
+        ("different", "a    ", "2"),
+    },
+    "TRUNCATE t": {
+        ("missing", "a    ", "1"),
+        ("missing", "a    ", "2"),
+        ("missing", "ab   ", "2"),
+        ("missing", " b   ", "3"),
+    },
+}
+
+
+def test_each_damage_is_found(session: Session) -> None:
+    session.both(TYPES_DDL, TYPES_ROWS)
+    rows(session.target, "SET search_path = public")
+    for damage, differences in DAMAGES.items():
+        rows(session.target, damage)
+        result = session.compare()
+        assert found(result) == differences, damage
+        assert not result.equal
+        assert result.difference_count == len(differences)
+        assert result.source_rows == 4
+        assert result.target_rows == scalar(session.target, "SELECT count(*) FROM t")
+        rows(session.target, f"TRUNCATE t; {TYPES_ROWS}")
+    assert session.compare().equal
+
+
+def test_versions_of_postgres_agree(session: Session, make_server: ServerMaker) -> None:
+    with connected(make_server("18").dsn()) as newer:
+        across = Session(session.source, newer)
+        across.both(TYPES_DDL, TYPES_ROWS)
+        assert across.compare().equal
+        rows(newer, "UPDATE public.t SET posix = 'y' WHERE posix = 'x'")
+        assert found(across.compare()) == {("different", "a    ", "1")}
+
+
+def test_empty_tables(session: Session) -> None:
+    session.both("CREATE TABLE public.t (id int PRIMARY KEY, v text)")
+    assert session.compare() == TableResult("public.t", 0, 0, True, (), 0)
+
+
+def test_many_rows_and_a_capped_list(session: Session) -> None:
+    session.both(
+        "CREATE TABLE public.t (id bigint PRIMARY KEY, v text, n numeric)",
+        "INSERT INTO public.t SELECT i, md5(i::text), i / 7.0 FROM generate_series(1, 100000) i",
+    )
+    progress: list[tuple[str, int, int]] = []
+    (result,) = compare(session.source, session.target, [session.pair()], None, lambda *report: progress.append(report))
+    assert result == TableResult("public.t", 100_000, 100_000, True, (), 0)
+    buckets = progress[0][2]
+    assert progress == [("public.t", 0, buckets), ("public.t", buckets, buckets), ("public.t", buckets, buckets)]
+
+    rows(session.target, "UPDATE public.t SET v = 'x' WHERE id = 77777")
+    assert found(session.compare()) == {("different", "77777")}
+
+    rows(session.target, "DELETE FROM public.t WHERE id % 25 = 0")
+    rows(session.target, "UPDATE public.t SET n = n + 1 WHERE id % 50 = 1")
+    rows(session.target, "INSERT INTO public.t SELECT i, '', 0 FROM generate_series(100001, 100500) i")
+    result = session.compare()
+    assert (result.source_rows, result.target_rows) == (100_000, 96_500)
+    assert result.difference_count == 4000 + 2000 + 500 + 1
+    assert len(result.differences) == len(found(result)) == verify.NAMED
+    assert {difference.kind for difference in result.differences} == {"missing", "extra", "different"}
+    assert not result.equal
+
+
+def test_leaves_condition_and_odd_names(session: Session) -> None:
+    root, copy = '"We %s ird"."Sel""ect {}"', '"We %s ird"."copy %"'
+    session.both('CREATE SCHEMA "We %s ird"')
+    columns = '("i %d" int PRIMARY KEY, "a{}""b" text) PARTITION BY RANGE ("i %d")'
+    rows(session.source, f"CREATE TABLE {root} {columns}")
+    for low in (0, 100, 200):
+        leaf = f'"We %s ird"."p%{low}" PARTITION OF {root} FOR VALUES FROM ({low}) TO ({low + 100})'
+        rows(session.source, f"CREATE TABLE {leaf}")
+    rows(session.source, f"INSERT INTO {root} SELECT i, 'v%s' || i FROM generate_series(0, 299) i")
+    rows(session.target, f'CREATE TABLE {copy} ("a{{}}""b" text, "i %d" int PRIMARY KEY, more int)')
+    rows(session.target, f"INSERT INTO {copy} SELECT 'v%s' || i, i FROM generate_series(100, 299) i")
+    pair = session.pair('"We %s ird"."Sel""ect {}"', "copy %", where='"i %d" >= 100 -- all that is new')
+    assert session.compare(pair).equal
+    rows(session.target, f'DELETE FROM {copy} WHERE "i %d" = 250')
+    result = session.compare(pair)
+    assert [(d.key, d.kind) for d in result.differences] == [({"i %d": "250"}, "missing")]
+    assert found(session.compare(pair, Scripted(lambda: None))) == {("missing", "250")}
+
+
+def test_text_stands_for_a_type_that_the_target_lacks(session: Session) -> None:
+    rows(session.source, "CREATE TYPE public.mood AS ENUM ('sad', 'fine')")
+    rows(session.source, "CREATE DOMAIN public.short AS char(3)")
+    rows(session.source, "CREATE TABLE public.t (m public.mood, s public.short, c public.mood[], PRIMARY KEY (m, s))")
+    rows(session.target, "CREATE TABLE public.t (m text, s text, c text, PRIMARY KEY (m, s))")
+    rows(session.source, "INSERT INTO public.t VALUES ('sad', 'a', '{fine}'), ('fine', 'b', NULL)")
+    rows(session.target, "INSERT INTO public.t VALUES ('sad', 'a  ', '{fine}'), ('fine', 'b  ', NULL)")
+    assert session.compare().equal
+    rows(session.target, "UPDATE public.t SET c = '{sad}' WHERE m = 'sad'")
+    assert found(session.compare()) == {("different", "sad", "a  ")}
+    assert found(session.compare(live=Scripted(lambda: None))) == {("different", "sad", "a  ")}
+
+
+def test_encodings_may_differ(session: Session, databases: Databases, target_server: PostgresServer) -> None:
+    with connected(target_server.dsn()) as admin:
+        rows(admin, "CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+    try:
+        with connected(target_server.dsn("latin")) as latin:
+            western = Session(session.source, latin)
+            western.both("CREATE TABLE public.t (id text PRIMARY KEY, v text)")
+            western.both("INSERT INTO public.t VALUES ('ä', 'größer'), ('ö', 'x'), ('a', 'y')")
+            assert western.compare().equal
+            rows(latin, "UPDATE public.t SET v = 'é' WHERE id = 'ö'")
+            assert found(western.compare()) == {("different", "ö")}
+    finally:
+        drop_database(target_server, "latin")
+
+
+def test_copies_of_a_row_are_a_difference(session: Session) -> None:
+    rows(session.source, "CREATE TABLE public.t (id int PRIMARY KEY, v text)")
+    rows(session.target, "CREATE TABLE public.t (id int, v text)")
+    session.both("INSERT INTO public.t VALUES (1, 'a'), (2, 'b')")
+    rows(session.target, "INSERT INTO public.t VALUES (2, 'b')")
+    for live in (None, Scripted(lambda: None)):
+        result = session.compare(live=live)
+        assert (result.source_rows, result.target_rows) == (2, 3)
+        assert found(result) == {("different", "2")}
+
+
+def test_the_result_as_json(two_rows: Session) -> None:
+    rows(two_rows.target, "DELETE FROM public.t WHERE id = 2")
+    assert json.loads(json.dumps(two_rows.compare().as_dict())) == {
+        "table": "public.t",
+        "source_rows": 2,
+        "target_rows": 1,
+        "equal": False,
+        "differences": [{"key": {"id": "2"}, "kind": "missing"}],
+        "unsettled": 0,
+        "difference_count": 1,
+    }
+
+
+def test_a_target_that_is_not_there(session: Session) -> None:
+    rows(session.source, "CREATE TABLE public.t (id int PRIMARY KEY, v text)")
+    with pytest.raises(UnknownTable, match=r"target table public\.t of public\.t does not exist"):
+        session.compare()
+    rows(session.target, "CREATE TABLE public.t (id int PRIMARY KEY)")
+    with pytest.raises(UnknownTable, match="has no column v"):
+        session.compare()
+
+
+def test_hidden_rows_are_an_error(session: Session, databases: Databases) -> None:
+    session.both("CREATE TABLE public.t (id int PRIMARY KEY)", "INSERT INTO public.t VALUES (1), (2)")
+    pair = session.pair()
+    role = f"reader_{random.SystemRandom().randrange(10**9)}"
+    rows(session.source, f"CREATE ROLE {role} LOGIN")
+    try:
+        rows(session.source, f"GRANT SELECT ON public.t TO {role}")
+        rows(session.source, f"CREATE POLICY partial ON public.t TO {role} USING (id = 1)")
+        rows(session.source, "ALTER TABLE public.t ENABLE ROW LEVEL SECURITY")
+        with connected(databases.source.replace("postgres@", f"{role}@")) as reader:
+            with pytest.raises(MissingPrivilege, match="row-level security"):
+                compare(reader, session.target, [pair], None)
+            assert scalar(reader, "SELECT 1") == 1  # the connection is still good
+    finally:
+        rows(session.source, f"DROP OWNED BY {role}")
+        rows(session.source, f"DROP ROLE {role}")
+
+
+def test_a_failure_on_one_side_ends_the_other(session: Session) -> None:
+    rows(session.source, "CREATE TABLE public.t (id int PRIMARY KEY, v text)")
+    rows(session.source, "INSERT INTO public.t VALUES (1, 'a')")
+    rows(session.target, "CREATE VIEW public.slow AS SELECT 1 AS id, pg_sleep(30)::text AS v")
+    rows(session.target, "CREATE TABLE public.t (id int PRIMARY KEY, v text)")
+    pair = session.pair(where="1 / (id - 1) > 0")
+    started = time.monotonic()
+    with pytest.raises(Exception, match="division by zero"):
+        session.compare(Pair(pair.table, "public", "slow"))
+    assert time.monotonic() - started < 10
+
+
+# A running stream
+
+
+@dataclass
+class Scripted:
+    """A stream whose every step is written by the test."""
+
+    step: Callable[[], object]
+    answer: bool = True
+    asked: list[int] = field(default_factory=list)
+
+    def passed(self, lsn: int, timeout: float) -> bool:
+        self.asked.append(lsn)
+        self.step()
+        return self.answer
+
+
+@pytest.fixture
+def two_rows(session: Session) -> Session:
+    session.both("CREATE TABLE public.t (id int PRIMARY KEY, v int)", "INSERT INTO public.t VALUES (1, 0), (2, 0)")
+    return session
+
+
+def test_lag_counts_only_without_a_stream(two_rows: Session) -> None:
+    rows(two_rows.source, "UPDATE public.t SET v = 1 WHERE id = 1")
+    rows(two_rows.source, "INSERT INTO public.t VALUES (3, 3)")
+    result = two_rows.compare()
+    assert found(result) == {("different", "1"), ("missing", "3")}
+    assert (result.source_rows, result.target_rows) == (3, 2)
+
+    apply = iter(["SELECT", "UPDATE public.t SET v = 1 WHERE id = 1; INSERT INTO public.t VALUES (3, 3)"])
+    live = Scripted(lambda: rows(two_rows.target, next(apply)))
+    assert two_rows.compare(live=live) == TableResult("public.t", 3, 3, True, (), 0)
+    assert len(live.asked) == 2
+
+
+def test_a_difference_must_last_two_rounds(two_rows: Session) -> None:
+    rows(two_rows.target, "UPDATE public.t SET v = 1 WHERE id = 1")
+    rows(two_rows.target, "DELETE FROM public.t WHERE id = 2")
+    rows(two_rows.target, "INSERT INTO public.t VALUES (3, 0)")
+    live = Scripted(lambda: None)
+    result = two_rows.compare(live=live)
+    assert found(result) == {("different", "1"), ("missing", "2"), ("extra", "3")}
+    assert (result.source_rows, result.target_rows, result.unsettled) == (2, 2, 0)
+    assert len(live.asked) == 3  # to begin with, and once a round
+    assert live.asked == sorted(live.asked)
+
+    # Two rounds, but not one after the other: the source has what the target has in between.
+    states = iter([1, 0, 1, 0, 1])
+    healing = Scripted(lambda: rows(two_rows.source, f"UPDATE public.t SET v = {next(states, 1)} WHERE id = 1"))
+    assert ("different", "1") not in found(two_rows.compare(live=healing))
+
+
+def test_a_change_there_and_back_is_no_rest(two_rows: Session) -> None:
+    """The source shows v = 0 at every read, and the target always the 1 of in between."""
+    rows(two_rows.target, "UPDATE public.t SET v = 1 WHERE id = 1")
+
+    def flip() -> None:
+        for value in (1, 0):
+            rows(two_rows.source, f"UPDATE public.t SET v = {value} WHERE id = 1")
+
+    live = Scripted(flip)
+    assert two_rows.compare(live=live) == TableResult("public.t", 2, 2, True, (), 1)
+    assert len(live.asked) == 1 + verify.ROUNDS
+
+
+def test_a_stalled_stream_fails(two_rows: Session) -> None:
+    with pytest.raises(StreamFailed, match="did not reach") as failure:
+        two_rows.compare(live=Scripted(lambda: None, answer=False))
+    assert "airflow-cdc status" in failure.value.solution
+
+
+@dataclass
+class Subscription:
+    """Postgres's own logical replication as the stream."""
+
+    source: Connection
+    name: str
+
+    def passed(self, lsn: int, timeout: float) -> bool:
+        query = (
+            "SELECT coalesce(bool_and(replay_lsn >= %s), false) FROM pg_stat_replication WHERE application_name = %s"
+        )
+        return await_condition(
+            lambda: bool(scalar(self.source, query, (format_lsn(lsn), self.name))), timeout, interval=0.01
+        )
+
+
+@contextmanager
+def subscribed(session: Session, databases: Databases) -> Iterator[Subscription]:
+    name = f"sub_{random.SystemRandom().randrange(10**9)}"
+    rows(session.source, "CREATE PUBLICATION pub FOR TABLE public.t")
+    rows(session.target, f"CREATE SUBSCRIPTION {name} CONNECTION '{databases.source}' PUBLICATION pub")
+    try:
+        state = "SELECT bool_and(srsubstate = 'r') FROM pg_subscription_rel"
+        assert await_condition(lambda: bool(scalar(session.target, state)), 30)
+        with connected(databases.source) as watching:
+            yield Subscription(watching, name)
+    finally:
+        rows(session.target, f"DROP SUBSCRIPTION {name}")
+
+
+@contextmanager
+def writing(dsn: str) -> Iterator[list[int]]:
+    """Change rows 1 to 300 as fast as one session can; gives the number of transactions."""
+    stop = threading.Event()
+    transactions = [0]
+
+    def write() -> None:
+        draw = random.Random(1)
+        connection = connect(dsn)
+        while not stop.is_set():
+            key = draw.randint(1, 300)
+            rows(connection, f"UPDATE public.t SET n = n + 1 WHERE id = {key}")
+            rows(connection, "UPDATE public.t SET flag = NOT flag WHERE id <= 3")
+            rows(connection, f"DELETE FROM public.t WHERE id = {key}")
+            rows(connection, f"INSERT INTO public.t VALUES ({key}, {key}, true)")
+            transactions[0] += 4
+        connection.close()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield transactions
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_no_false_difference_while_rows_change(session: Session, databases: Databases) -> None:
+    session.both("CREATE TABLE public.t (id int PRIMARY KEY, n int, flag bool)")
+    rows(session.source, "INSERT INTO public.t SELECT i, 0, false FROM generate_series(1, 20000) i")
+    with subscribed(session, databases) as live, writing(databases.source) as transactions:
+        for _ in range(5):
+            result = session.compare(live=live)
+            assert result.differences == ()
+            assert result.equal
+            assert result.source_rows == result.target_rows
+            assert result.unsettled <= 3
+        rows(session.target, "UPDATE public.t SET n = -1 WHERE id = 5000")
+        rows(session.target, "DELETE FROM public.t WHERE id = 6000")
+        rows(session.target, "INSERT INTO public.t VALUES (30000, 0, false)")
+        result = session.compare(live=live)
+        assert found(result) == {("different", "5000"), ("missing", "6000"), ("extra", "30000")}
+        assert result.source_rows == result.target_rows
+        assert not result.equal
+        assert transactions[0] > 1000
+
+
+# Changelogs
+
+LOG_DDL = """
+CREATE TABLE public.t (
+    id int, part text, v text, big text, _op text, _commit_lsn pg_lsn, _seq bigint, _xid bigint,
+    _commit_ts timestamptz, _before jsonb, _unchanged text[]
+)
+"""
+
+
+@dataclass
+class Log:
+    """Writes the source's table, and what a changelog says of it."""
+
+    session: Session
+    lsn: int = 100
+
+    def __post_init__(self) -> None:
+        columns = 'id int, part text COLLATE "C", v text, big text COLLATE "POSIX", PRIMARY KEY (id, part)'
+        rows(self.session.source, f"CREATE TABLE public.t ({columns})")
+        rows(self.session.target, LOG_DDL)
+
+    def hold(self, *values: tuple[int, str, str | None, str | None]) -> None:
+        for row in values:
+            rows(self.session.source, "INSERT INTO public.t VALUES (%s, %s, %s, %s)", row)
+
+    def event(
+        self,
+        op: str,
+        row: tuple[int | None, str | None, str | None, str | None],
+        before: Mapping[str, str | None] | None = None,
+        unchanged: list[str] | None = None,
+        seq: int | None = 1,
+        step: int = 1,
+    ) -> None:
+        self.lsn += step
+        rows(
+            self.session.target,
+            "INSERT INTO public.t VALUES (%s, %s, %s, %s, %s, %s, %s, 1, now(), %s, %s)",
+            (*row, op, format_lsn(self.lsn), seq, None if before is None else json.dumps(before), unchanged),
+        )
+
+    def compare(self, live: verify.Live | None = None) -> TableResult:
+        (result,) = compare_changelog(self.session.source, self.session.target, [self.session.pair()], live)
+        return result
+
+
+@pytest.fixture
+def log(session: Session) -> Log:
+    return Log(session)
+
+
+def test_a_changelog_is_folded(log: Log) -> None:
+    log.event("r", (0, "a", "before the truncate", "b"), seq=None)
+    log.event("t", (None, None, None, None))
+    log.event("i", (1, "a", "x", "long"))
+    log.event("u", (1, "a", "y", None), unchanged=["big"])
+    log.event("u", (1, "a", None, None), unchanged=["big"], seq=2, step=0)
+    log.event("i", (2, "a", "gone", "b"))
+    log.event("d", (2, "a", None, None), before={"id": "2", "part": "a"})
+    log.event("u", (3, "b", "moved", "b"), before={"id": "4", "part": "b"})
+    log.event("u", (5, "c", "stays", ""), before={"id": "5", "part": "c", "v": "old", "big": None})
+    log.event("i", (6, "d", "older", "b"))
+    log.event("r", (6, "d", "newer", "b"), seq=None, step=0)
+    log.hold((1, "a", None, "long"), (3, "b", "moved", "b"), (5, "c", "stays", ""), (6, "d", "newer", "b"))
+    assert log.compare() == TableResult("public.t", 4, 4, True, (), 0)
+
+    log.event("i", (7, "e", None, None))
+    log.event("u", (3, "b", "other", None), unchanged=["big"])
+    log.event("d", (5, "c", None, None), before={"id": "5", "part": "c", "v": "stays", "big": ""})
+    result = log.compare()
+    assert found(result) == {("extra", "7", "e"), ("different", "3", "b"), ("missing", "5", "c")}
+    assert (result.source_rows, result.target_rows) == (4, 4)
+    assert found(log.compare(Scripted(lambda: None))) == found(result)
+
+
+def test_values_of_an_earlier_life_are_not_the_rows(log: Log) -> None:
+    log.event("i", (1, "a", "x", "another row's"))
+    log.event("d", (1, "a", None, None), before={"id": "1", "part": "a"})
+    log.event("u", (1, "a", "x", None), before={"id": "2", "part": "a"}, unchanged=["big"])
+    log.hold((1, "a", "x", "whatever"))
+    assert log.compare().equal
+    assert log.compare(Scripted(lambda: None)).equal
+    log.event("u", (1, "a", "z", None), unchanged=["big"])
+    assert found(log.compare()) == {("different", "1", "a")}
+    assert found(log.compare(Scripted(lambda: None))) == {("different", "1", "a")}
+
+
+def test_a_lagging_changelog_settles(log: Log) -> None:
+    log.event("r", (1, "a", "x", "b"))
+    log.hold((1, "a", "y", "b"))
+    assert found(log.compare()) == {("different", "1", "a")}
+    live = Scripted(lambda: None)
+
+    def apply_late() -> None:
+        if len(live.asked) == 3:
+            log.event("u", (1, "a", "y", None), unchanged=["big"])
+
+    live.step = apply_late
+    assert log.compare(live).equal
+    assert len(live.asked) == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_changelogs(log: Log, seed: int) -> None:
+    """Whatever happened, the folded log is the table; and a value changed by nobody is found wherever it is known."""
+    draw = random.Random(seed)
+    table: dict[tuple[int, str], tuple[str, str]] = {}
+    unknown: set[tuple[int, str]] = set()
+    for step in range(500):
+        key = (draw.randint(1, 15), draw.choice(["a", '"', "moved"]))
+        op = "t" if step == 200 else draw.choice("iiiiuuuuumd")
+        seq = draw.choice([1, 2, None])
+        value, big = str(draw.random()), str(draw.random())
+        texts = {"id": str(key[0]), "part": key[1]}
+        if op == "t":
+            log.event("t", (None, None, None, None), seq=1)
+            table.clear()
+            unknown.clear()
+        elif op == "i" and key not in table:
+            log.event(draw.choice("ri"), (*key, value, big), seq=seq)
+            table[key] = (value, big)
+        elif op == "u" and key in table:
+            sent = draw.random() < 0.5
+            unchanged = None if sent else ["big"]
+            log.event("u", (*key, value, big if sent else None), unchanged=unchanged, seq=seq)
+            table[key] = (value, big if sent else table[key][1])
+            if sent:
+                unknown.discard(key)
+        elif op == "m" and key in table:
+            new = (draw.randint(1, 15), "moved")
+            if new in table:
+                continue
+            log.event("u", (*new, value, None), before=texts, unchanged=["big"], seq=seq)
+            table[new] = (value, table.pop(key)[1])
+            unknown.discard(key)
+            unknown.add(new)
+        elif op == "d" and key in table:
+            log.event("d", (*key, None, None), before=texts, seq=seq)
+            del table[key]
+            unknown.discard(key)
+    log.hold(*((*key, *values) for key, values in table.items()))
+    assert len(table) > 5
+    result = log.compare()
+    assert result.differences == ()
+    assert (result.source_rows, result.target_rows) == (len(table), len(table))
+    rows(log.session.source, "UPDATE public.t SET big = ''")
+    expected = {("different", str(number), part) for number, part in table.keys() - unknown}
+    assert found(log.compare()) == expected
