@@ -21,21 +21,18 @@ from typing import Any
 
 HOME_VARIABLE = "AIRFLOW_CDC_TEST_HOME"
 
-if HOME_VARIABLE not in os.environ:  # a process started by a test shares the home of the test
-    os.environ[HOME_VARIABLE] = tempfile.mkdtemp(prefix="cdc-airflow-")
-    atexit.register(shutil.rmtree, os.environ[HOME_VARIABLE], ignore_errors=True)
+if HOME_VARIABLE not in os.environ:  # a process started by a test keeps what the test gave it
+    _home = tempfile.mkdtemp(prefix="cdc-airflow-")
+    atexit.register(shutil.rmtree, _home, ignore_errors=True)
+    os.environ |= {
+        HOME_VARIABLE: _home,
+        "AIRFLOW_HOME": _home,
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__DAGS_FOLDER": f"{_home}/dags",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{_home}/airflow.db",
+    }
 
-HOME = Path(os.environ[HOME_VARIABLE])
 ROOT = Path(__file__).parent.parent
-
-os.environ |= {
-    "AIRFLOW_HOME": str(HOME),
-    "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-    "AIRFLOW__CORE__DAGS_FOLDER": str(HOME / "dags"),
-    "AIRFLOW__CORE__UNIT_TEST_MODE": "False",
-    "AIRFLOW__CORE__TEST_CONNECTION": "Enabled",
-    "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{HOME}/airflow.db",
-}
 
 STATUS: Mapping[str, Any] = {
     "pipeline": "shop",

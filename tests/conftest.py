@@ -96,6 +96,16 @@ def make_server(server_directory: Path) -> Iterator[ServerMaker]:
         server.remove()
 
 
+@pytest.fixture(scope="session")
+def system_binaries() -> Path:
+    """The newest full Postgres of the system's packages, with the extensions and collations that the wheel lacks."""
+    installed = Path("/usr/lib/postgresql").glob("*/bin/postgres")
+    newest = max(installed, key=lambda path: int(path.parts[4]), default=None)
+    if newest is None:
+        pytest.skip("no Postgres server package of the system")
+    return newest.parent
+
+
 @pytest.fixture
 def databases(source_server: PostgresServer, target_server: PostgresServer) -> Iterator[Databases]:
     """A fresh, empty pair of databases, dropped with the source's slots at the end."""

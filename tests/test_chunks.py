@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import random
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +38,10 @@ def database(server_directory: Path) -> Iterator[Connection]:
     if not installed:
         pytest.fail("These tests need Postgres from the system's packages; on Debian: apt-get install postgresql.")
     directory = server_directory / "chunks"
-    with PostgresServer.create(directory, settings={"fsync": "off"}, binaries=installed[-1].parent) as server:
-        with connected(server.dsn()) as connection:
-            rows(connection, "CREATE EXTENSION citext SCHEMA public")
-            yield connection
+    server = PostgresServer.create(directory, settings={"fsync": "off"}, binaries=installed[-1].parent)
+    with server, connected(server.dsn()) as connection:
+        rows(connection, "CREATE EXTENSION citext SCHEMA public")
+        yield connection
 
 
 @pytest.fixture
@@ -81,8 +82,8 @@ def check_cover(connection: Connection, table: Table, planned: Sequence[Chunk]) 
     assert [chunk.index for chunk in planned] == list(range(len(planned)))
     assert planned[0].lower is None
     assert planned[-1].upper is None
-    assert all(a.upper == b.lower is not None for a, b in zip(planned, planned[1:], strict=False))
-    found = {}
+    assert all(a.upper == b.lower is not None for a, b in itertools.pairwise(planned))
+    found: dict[tuple[str, ...], int] = {}
     for chunk in planned:
         for key in stored_keys(connection, table, range_condition(table, chunk)):
             assert key not in found, f"{key} lies in chunks {found[key]} and {chunk.index}"
@@ -162,7 +163,7 @@ def test_every_key_falls_into_exactly_one_chunk(
         """
         CREATE COLLATION shop.nocase (provider = icu, locale = 'und-u-ks-level2', deterministic = false);
         CREATE DOMAIN shop.name AS text COLLATE "de-x-icu";
-        CREATE DOMAIN shop.short AS public.citext;
+        CREATE DOMAIN shop.nested AS public.citext; CREATE DOMAIN shop.short AS shop.nested;
         CREATE TYPE shop.mood AS ENUM ('sad', 'ok', 'Happy');
         """,
     )

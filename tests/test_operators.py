@@ -59,6 +59,7 @@ Path(__file__).with_suffix(".json").write_text(json.dumps({
     "command_line": Path(f"/proc/{os.getppid()}/cmdline").read_text().split(chr(0)),
 }))
 spark.stop()
+print(json.dumps({"rows": 3}))
 sys.exit(int(Path(__file__).with_suffix(".exit").read_text()))
 """
 
@@ -105,7 +106,7 @@ def test_preflight_returns_the_findings(commands: Commands, pipeline: str) -> No
 def test_provision_returns_what_the_engine_returned(commands: Commands, pipeline: str) -> None:
     result = {"epoch": 7, "consistent_point": "0/1", "tables": ["public.orders"], "chunks": 3, "restart_lsn": "0/0"}
     seen: list[object] = []
-    commands(provision=lambda p, takeover: seen.append((p.name, takeover)) or result)
+    commands(provision=lambda p, takeover: (seen.append((p.name, takeover)), result)[1])
 
     assert CdcProvisionOperator(task_id="t", pipeline=pipeline, takeover=True).execute({}) == result
     assert seen == [("shop", True)]
@@ -163,13 +164,15 @@ def test_verify_names_tables_and_keys_that_differ(commands: Commands, pipeline: 
         "equal": False,
         "differences": [{"key": {"id": i}, "kind": "missing"} for i in range(12)],
     }
-    commands(verify=lambda p: {"equal": False, "tables": [equal, different]})
+    result = {"equal": False, "tables": [equal, different], "live": False, "lag_bytes": 2048}
+    commands(verify=lambda p: result)
 
     with pytest.raises(AirflowFailException) as caught:
         CdcVerifyOperator(task_id="t", pipeline=pipeline).execute({})
 
     assert "public.orders: 20 rows in the source, 9 in the sink: missing id=0, missing id=1," in str(caught.value)
-    assert str(caught.value).endswith("missing id=9, and 2 more")
+    assert "missing id=9, and 2 more\n" in str(caught.value)
+    assert str(caught.value).endswith("No stream is running, and 2.0 KiB of WAL are not applied yet.")
     assert "customers" not in str(caught.value)
 
 
@@ -216,20 +219,22 @@ GATE = {"kind": "GateClosed", "message": "slot is gone", "solution": "Resnapshot
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "before", "after", "kind", "text"),
+    ("exit_code", "reported", "recorded", "kind", "text"),
     [
+        (ExitCode.FAILED, BLOCKED, None, AirflowException, "waited too long.\nEnd it."),
+        (ExitCode.REFUSED, GATE, BLOCKED, AirflowFailException, "slot is gone.\nResnapshot."),
+        (ExitCode.REFUSED, {**GATE, "kind": "SecondWriter"}, None, AirflowException, "slot is gone.\nResnapshot."),
+        (ExitCode.FAILED, {**GATE, "kind": "New"}, None, AirflowFailException, "slot is gone.\nResnapshot."),
         (ExitCode.FAILED, None, BLOCKED, AirflowException, "waited too long.\nEnd it."),
-        (ExitCode.REFUSED, None, GATE, AirflowFailException, "slot is gone.\nResnapshot."),
-        (ExitCode.REFUSED, GATE, GATE, AirflowFailException, "slot is gone.\nResnapshot."),
-        (ExitCode.FAILED, GATE, GATE, AirflowException, "the Spark job failed with exit code 1.\noutput"),
+        (ExitCode.FAILED, None, None, AirflowException, "the Spark job failed with exit code 1.\noutput"),
         (ExitCode.INVALID, None, None, AirflowFailException, "the Spark job failed with exit code 2.\noutput"),
-        (137, BLOCKED, None, AirflowException, "the Spark job failed with exit code 137.\noutput"),
+        (137, None, None, AirflowException, "the Spark job failed with exit code 137.\noutput"),
     ],
 )
 def test_a_failed_job_fails_as_its_last_error_asks(
-    exit_code: int, before: dict[str, str], after: dict[str, str], kind: type[Exception], text: str
+    exit_code: int, reported: dict[str, str], recorded: dict[str, str], kind: type[Exception], text: str
 ) -> None:
-    error = job_failure(exit_code, before, after, "output")
+    error = job_failure(exit_code, reported, recorded, "output")
 
     assert type(error) is kind
     assert str(error) == text
@@ -295,9 +300,9 @@ def test_a_job_runs_with_engine_secrets_and_configuration(
 
     result = operator.execute({})
 
-    assert result == STATUS
+    assert result == {"rows": 3}
     report = json.loads(application.with_suffix(".json").read_text())
-    assert report["arguments"] == ["snapshot", "--pipeline", pipeline, "--epoch", "7", "--group", "0/2"]
+    assert report["arguments"] == ["snapshot", "--pipeline", pipeline, "--epoch", "7", "--json", "--group", "0/2"]
     assert "airflow_cdc_engine.zip" in report["engine"]
     assert (report["name"], report["master"]) == ("airflow-cdc shop snapshot", "local[1]")
     assert report["conf"]["spark.app.kept"] == "from-file"
@@ -372,7 +377,9 @@ def test_a_slot_reaches_positions(databases: Databases, slot: str) -> None:
     state = state_of(databases, slot)
 
     def reached(**lsns: str | None) -> bool:
-        return SlotProgressSensor(task_id="t", conn_id="source", slot=slot, **lsns).poke({})
+        sensor = SlotProgressSensor(task_id="t", conn_id="source", slot=slot)
+        vars(sensor).update(lsns)
+        return sensor.poke({})
 
     assert reached(restart_lsn=state.restart_lsn)
     assert reached(restart_lsn=state.restart_lsn, confirmed_flush_lsn=state.confirmed_flush_lsn)
@@ -392,7 +399,8 @@ def test_a_rescheduled_sensor_remembers_its_first_poke(databases: Databases, slo
 
     def poke(attempt: int) -> bool:
         sensor = SlotProgressSensor(task_id="t", conn_id="source", slot=slot)
-        return sensor.poke({"task_state_store": store, "ti": SimpleNamespace(try_number=attempt)})
+        context: Any = {"task_state_store": store, "ti": SimpleNamespace(try_number=attempt)}
+        return sensor.poke(context)
 
     assert not poke(1)
     assert not poke(1)

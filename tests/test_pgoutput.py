@@ -117,7 +117,8 @@ class Reader:
             for (listed,) in struct.iter_unpack(">I", body[6:]):
                 yield self._row(kind, listed, {})
         elif kind in "IUD":
-            at, tuples = 5, {}
+            at = 5
+            tuples: dict[str, Values] = {}
             while at < len(body):
                 letter, (width,) = chr(body[at]), struct.unpack_from(">h", body, at + 1)
                 at += 3
@@ -170,9 +171,9 @@ def rows_of(changes: Changes, first: int) -> list[Row]:
         op, old_kind = chr(changes.op[i]), chr(changes.old_kind[i]).strip("\0")
         assert op in "iu" or not any(value is not None for value in values)
         assert old_kind or not any(value is not None for value in before)
-        place = (first + int(changes.order[i]), op, *(int(array[i]) for array in numbers))
-        tuples = (values if op in "iu" else None, before if old_kind else None)
-        result.append(Row(-1, changes.relation, *place, *tuples, old_kind))
+        xid, commit_lsn, commit_ts, seq = (int(array[i]) for array in numbers)
+        place = (changes.relation, first + int(changes.order[i]), op, xid, commit_lsn, commit_ts, seq)
+        result.append(Row(-1, *place, values if op in "iu" else None, before if old_kind else None, old_kind))
     return result
 
 

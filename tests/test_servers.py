@@ -52,12 +52,8 @@ def test_a_server_of_the_wheel_decodes_logically(make_server: ServerMaker, versi
     assert scalar(server.dsn(), "SELECT pg_create_logical_replication_slot('s', 'pgoutput') IS NOT NULL") is True
 
 
-def test_a_server_of_the_system_starts_from_its_binaries(make_server: ServerMaker) -> None:
-    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
-    if not installed:
-        pytest.skip("no Postgres server package of the system")
-
-    server = make_server(binaries=installed[-1].parent)
+def test_a_server_of_the_system_starts_from_its_binaries(make_server: ServerMaker, system_binaries: Path) -> None:
+    server = make_server(binaries=system_binaries)
 
     assert scalar(server.dsn(), "SELECT count(*) > 0 FROM pg_available_extensions WHERE name = 'hstore'") is True
 
@@ -247,19 +243,20 @@ def test_the_shop_has_out_of_line_bodies_and_is_the_same_each_time(databases: Da
         assert scalar(databases.source, digest) == scalar(databases.target, digest)
 
 
-def test_writers_make_every_kind_of_change_at_their_rate(databases: Databases) -> None:
-    fill_shop(databases.source)
-    write(databases.source, "SELECT pg_create_logical_replication_slot('kinds', 'test_decoding')")
+def test_writers_make_every_kind_of_change(make_server: ServerMaker, system_binaries: Path) -> None:
+    dsn = make_server(binaries=system_binaries).dsn()
+    fill_shop(dsn)
+    write(dsn, "SELECT pg_create_logical_replication_slot('kinds', 'test_decoding')")
 
-    with shop.Writers(databases.source, rate=200) as writers:
+    with shop.Writers(dsn, rate=200) as writers:
         assert await_condition(lambda: writers.transactions >= 1000, seconds=60)
-        assert writers.running
     assert not writers.running
 
-    changes = "FROM pg_logical_slot_get_changes('kinds', NULL, NULL)"
-    with psycopg.connect(databases.source) as connection:
-        decoded = [row[0] for row in connection.execute(f"SELECT data {changes}").fetchall()]
-    assert sum(line.startswith("COMMIT") for line in decoded) >= writers.transactions
+    with psycopg.connect(dsn) as connection:
+        changes = connection.execute("SELECT data FROM pg_logical_slot_get_changes('kinds', NULL, NULL)")
+        decoded = [str(data) for (data,) in changes]
+    # A few find nothing to change, because the row that they chose is gone.
+    assert sum(line.startswith("COMMIT") for line in decoded) > 0.9 * writers.transactions
     for table in shop.TABLE_NAMES:
         for kind in ("INSERT", "UPDATE: old-key", "UPDATE", "DELETE"):
             if (table, kind) != ("shop.orders", "UPDATE: old-key"):

@@ -51,7 +51,11 @@ WHERE p.isleaf ORDER BY 1, 2
 """
 # Sorting finds a type's operators by itself, a comparison only on the search path, which is pg_catalog's here.
 _COLUMNS = """
-WITH btree AS (
+WITH RECURSIVE domains AS (
+    SELECT oid AS type, typbasetype AS base FROM pg_catalog.pg_type WHERE typtype = 'd'
+    UNION ALL
+    SELECT d.type, t.typbasetype FROM domains d JOIN pg_catalog.pg_type t ON t.oid = d.base AND t.typtype = 'd'
+), btree AS (
     SELECT c.opcintype AS type, n.nspname
     FROM pg_catalog.pg_opclass c
     JOIN pg_catalog.pg_am m ON m.oid = c.opcmethod AND m.amname = 'btree'
@@ -71,7 +75,7 @@ SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypm
        a.attgenerated <> ''
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
-LEFT JOIN btree o ON o.type = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
+LEFT JOIN btree o ON o.type = t.oid OR o.type IN (SELECT d.base FROM domains d WHERE d.type = t.oid)
 LEFT JOIN pg_catalog.pg_type e ON e.oid = t.typelem
 LEFT JOIN pg_catalog.pg_collation c ON c.oid = a.attcollation
 LEFT JOIN pg_catalog.pg_namespace cn ON cn.oid = c.collnamespace

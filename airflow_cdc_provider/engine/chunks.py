@@ -67,8 +67,7 @@ class Chunk:
         """For humans, for example ``shop.orders[3] 1000 .. 2000``."""
         if self.lower is None and self.upper is None:
             return f"{self.table}[{self.index}] all rows"
-        ends = [_shown(bound) for bound in (self.lower, self.upper)]
-        return f"{self.table}[{self.index}] {' .. '.join(ends).strip()}"
+        return f"{self.table}[{self.index}] {f'{_shown(self.lower)} .. {_shown(self.upper)}'.strip()}"
 
     def to_dict(self) -> dict[str, Any]:
         """The chunk as JSON values; :meth:`from_dict` reads them back."""
@@ -226,13 +225,13 @@ def _compared(key: Sequence[Column], operator: str, bound: Sequence[str]) -> sql
         return sql.SQL(f"({{}}) {operator} ({{}})").format(comma.join(names), comma.join(literals))
     # A row comparison takes all its operators from one schema, so that it has to be spelled out.
     schema = key[0].operators or "pg_catalog"
-    whole = sql.SQL(f"{{0}} OPERATOR({schema}.{operator}) {{1}}").format(names[0], literals[0])
+    whole, strict, equal = (
+        sql.SQL(f"{{}} OPERATOR({schema}.{symbol}) {{}}").format(names[0], literals[0])
+        for symbol in (operator, operator[0], "=")
+    )
     if len(key) == 1:
         return whole
-    strict = sql.SQL(f"{{0}} OPERATOR({schema}.{operator[0]}) {{1}}").format(names[0], literals[0])
-    equal = sql.SQL(f"{{0}} OPERATOR({schema}.=) {{1}}").format(names[0], literals[0])
-    rest = _compared(key[1:], operator, bound[1:])
-    return sql.SQL("({} OR {} AND {})").format(strict, equal, rest)
+    return sql.SQL("({} OR {} AND {})").format(strict, equal, _compared(key[1:], operator, bound[1:]))
 
 
 def _aliases(table: Table) -> list[Column]:

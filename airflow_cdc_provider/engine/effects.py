@@ -52,6 +52,11 @@ class TableFilter:
     snapshots: tuple[Snapshot, ...] = ()
     reread: Mapping[tuple[str, ...], Snapshot] | None = None
 
+    @property
+    def all_snapshots(self) -> tuple[Snapshot, ...]:
+        """Of chunks and re-reads: a truncate that any of them sees must not remove what was read after it."""
+        return self.snapshots + tuple(set((self.reread or {}).values()))
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -103,7 +108,7 @@ def effects(
         key = tuple(_index(table, name) for name in table.key)
         truncated_at = -1
         for row in np.flatnonzero(changes.op == ord("t")):
-            visibility = truncate_visibility(int(changes.xid[row]), filter_.snapshots)
+            visibility = truncate_visibility(int(changes.xid[row]), filter_.all_snapshots)
             if visibility is Visibility.NONE:
                 truncated_at = int(row)
             elif visibility is Visibility.SOME:
@@ -251,7 +256,7 @@ def _changelog_rows(
     op[moved & erased & ~written] = ord("d")
     stays = written | erased
     for row in np.flatnonzero(changes.op == ord("t")):
-        stays[row] = truncate_visibility(int(changes.xid[row]), filter_.snapshots) is not Visibility.ALL
+        stays[row] = truncate_visibility(int(changes.xid[row]), filter_.all_snapshots) is not Visibility.ALL
 
     take = pa.array(np.flatnonzero(stays))
     deleted = pa.array(op == ord("d"))

@@ -225,6 +225,7 @@ class _Wire:
 
     def read(self, dtype: str, at: Ints) -> NDArray[Any]:
         """Gather the numbers that begin at ``at``; anything beyond the end of the data, which callers check."""
+        # A view of the numbers at all positions, overlapping and unaligned: one indexing instead of one an octet.
         size = np.dtype(dtype).itemsize
         window = np.ndarray((max(len(self.data) - size + 1, 0),), dtype, self.data, strides=(1,))
         return window[np.minimum(at, len(window) - 1)]
@@ -325,7 +326,7 @@ def _changes(wire: _Wire, relation: Relation, rows: _Rows) -> Changes:
         if missing:
             column, where = next(iter(missing.items()))
             _refuse(where, lambda i: f"{name(i)} leaves out the old value of {relation.columns[column].name}")
-        both = with_old & updated
+        both = with_old & updated  # where the message ends too early the next one begins, and never with an N
         _refuse(both & (wire.read("u1", at) != _NEW), lambda i: f"{name(i)} has no new row behind the old one")
         at += both
     new, unchanged, at[with_new] = _tuples(wire, relation, with_new, at[with_new], rows.end[with_new], name)
@@ -346,7 +347,7 @@ def _tuples(
     """
     index, width, count = np.flatnonzero(present), len(relation.columns), wire.read(">u2", at)
     _refuse(count != width, lambda i: f"{name(index[i])} has {count[i]} values for {width} columns")
-    at = at + 2
+    at = at + 2  # if the count itself was cut short, so are the values
     arrays, unchanged = [], {}
     for number, column in enumerate(relation.columns):
         kind, start, at = _values(wire, at, end, column.name, lambda i: name(index[i]))

@@ -31,6 +31,7 @@ from airflow_cdc_provider.engine.errors import (
     ConfigError,
     ConnectionFailed,
     ForeignTable,
+    GateClosed,
     MissingPrivilege,
     ServerNotReady,
     SinkIsSource,
@@ -215,32 +216,42 @@ def _slot(source: Connection, pipeline: Pipeline) -> str:
     slot = pipeline.source.slot
     found = rows(
         source,
-        "SELECT plugin IS NOT DISTINCT FROM 'pgoutput' AND database = pg_catalog.current_database(), active"
+        "SELECT plugin IS NOT DISTINCT FROM 'pgoutput' AND database = pg_catalog.current_database()"
         " FROM pg_catalog.pg_replication_slots WHERE slot_name = %s",
         [slot],
     )
-    if found and not found[0][0]:
-        raise ServerNotReady(
-            f"replication slot {slot!r} exists, but not for pgoutput in this database", "Choose another source.slot."
+    if found == [(False,)]:
+        raise GateClosed(
+            f"replication slot {slot!r} is not ours: it is not for pgoutput in this database",
+            "Give the pipeline another slot name (`source.slot`).",
         )
-    used, limit, senders, sender_limit = row(
+    used, limit = row(
         source,
         "SELECT (SELECT pg_catalog.count(*) FROM pg_catalog.pg_replication_slots),"
-        " pg_catalog.current_setting('max_replication_slots')::int,"
-        " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_replication),"
-        " pg_catalog.current_setting('max_wal_senders')::int",
+        " pg_catalog.current_setting('max_replication_slots')::int",
     )
     if not found and used >= limit:
         raise ServerNotReady(
             f"no replication slot is free: {used} of max_replication_slots = {limit} are in use",
             "Drop a slot that nobody reads, or raise max_replication_slots and restart the server.",
         )
-    if not (found and found[0][1]) and senders >= sender_limit:
+    return f"Slot {slot!r} exists." if found else f"A replication slot is free ({used} of {limit} are in use)."
+
+
+def _sender(source: Connection, pipeline: Pipeline) -> str:
+    used, limit, is_ours = row(
+        source,
+        "SELECT (SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_replication),"
+        " pg_catalog.current_setting('max_wal_senders')::int,"
+        " EXISTS (SELECT FROM pg_catalog.pg_replication_slots WHERE slot_name = %s AND active)",
+        [pipeline.source.slot],
+    )
+    if used >= limit and not is_ours:
         raise ServerNotReady(
-            f"no WAL sender is free: {senders} of max_wal_senders = {sender_limit} are in use",
+            f"no WAL sender is free: {used} of max_wal_senders = {limit} are in use",
             "Raise max_wal_senders and restart the server.",
         )
-    return f"Slot {slot!r} exists." if found else f"A slot and a WAL sender are free ({used} of {limit} slots in use)."
+    return f"{used} of {limit} WAL senders are in use."
 
 
 def _retention(source: Connection, pipeline: Pipeline) -> str:
@@ -427,7 +438,7 @@ def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]
             )
         if not scalar(sink, "SELECT pg_catalog.to_regclass(%s) IS NOT NULL", [target.as_string(sink)]):
             continue
-        if rows(sink, sql.SQL("SELECT FROM {} LIMIT 1").format(target)):
+        if rows(sink, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(target)):
             raise ForeignTable(
                 f"the target table {schema}.{name} exists and has rows that pipeline {pipeline.name!r} did not write",
                 advice,
@@ -490,6 +501,7 @@ _SOURCE_CHECKS: dict[str, Callable[[Connection, Pipeline], str]] = {
     "wal_level": _wal_level,
     "replication": _replication,
     "slot": _slot,
+    "wal sender": _sender,
     "wal retention": _retention,
     "wal_sender_timeout": _sender_timeout,
     "encoding": _encoding,

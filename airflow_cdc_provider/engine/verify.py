@@ -29,16 +29,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.errors import StreamFailed
-from airflow_cdc_provider.engine.fold import (
-    UNKNOWN,
-    Hash,
-    Key,
-    Relation,
-    Sides,
-    changelog_sides,
-    hash_for,
-    mirror_sides,
-)
+from airflow_cdc_provider.engine.fold import UNKNOWN, Key, Relation, Sides, changelog_sides, mirror_sides
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 
 NAMED = 1000  # differences named a table; more are only counted
@@ -50,6 +41,7 @@ _FETCH = "FETCH 10000 FROM opened"
 
 T = TypeVar("T")
 Kind = Literal["missing", "extra", "different"]
+MakeSides = Callable[[Connection, Connection, Table, tuple[str, str]], Sides]
 Report = Callable[[str, int, int], None]
 Row = tuple[Any, ...]
 State = tuple[tuple[tuple[str | None, ...], str | None], ...]  # the rows at a key, normally one: cells and version
@@ -121,7 +113,7 @@ def compare(
     :raises StreamFailed: when the live stream does not pass a position in time.
     :raises UnknownTable: when a target table or one of its columns does not exist.
     """
-    return _Comparison(source, sink, live, hash_for(source, sink), report).tables(pairs, mirror_sides)
+    return _Comparison(source, sink, live, report).tables(pairs, mirror_sides)
 
 
 def compare_changelog(
@@ -132,7 +124,7 @@ def compare_changelog(
     report: Report = lambda table, done, total: None,
 ) -> list[TableResult]:
     """Compare tables that have a key with what their changelogs add up to; otherwise as :func:`compare`."""
-    return _Comparison(source, sink, live, hash_for(source, sink), report).tables(pairs, changelog_sides)
+    return _Comparison(source, sink, live, report).tables(pairs, changelog_sides)
 
 
 @dataclass
@@ -157,22 +149,19 @@ class _Comparison:
     source: Connection
     sink: Connection
     live: Live | None
-    hashed: Hash
     report: Report
 
-    def tables(
-        self, pairs: Sequence[Pair], sides: Callable[[Connection, Table, tuple[str, str], Hash], Sides]
-    ) -> list[TableResult]:
+    def tables(self, pairs: Sequence[Pair], sides: MakeSides) -> list[TableResult]:
         if self.live is not None:
             self._catch_up(self.live)  # or every change it lags behind becomes a candidate
         return [
-            self._table(sides(self.sink, pair.table, (pair.target_schema, pair.target_table), self.hashed))
+            self._table(sides(self.source, self.sink, pair.table, (pair.target_schema, pair.target_table)))
             for pair in pairs
         ]
 
     def _table(self, sides: Sides) -> TableResult:
         table, tally = sides.table, _Tally(sides.table.key)
-        buckets = _bucket_count(self.source, table)
+        buckets = sides.bucket_count(self.source)
         self.report(table.label, 0, buckets)
         with sides.source.reading(self.source), sides.target.reading(self.sink):
             ours, theirs = self._both(_checksums, lambda side: side.scan(buckets), sides)
@@ -262,13 +251,6 @@ class _Comparison:
                         connection.cancel()
                 raise
             return [future.result() for future in futures]
-
-
-def _bucket_count(source: Connection, table: Table) -> int:
-    """A power of two, so that a bucket holds some hundred rows, or more in very large tables."""
-    size = "SELECT coalesce(sum(pg_relation_size(leaf)), 0)::int8 FROM unnest(%s::oid[]) AS leaf"
-    kilobytes = int(scalar(source, size, ([leaf.oid for leaf in table.leaves],))) >> 10
-    return 1 << min(max((kilobytes >> 6).bit_length(), 6), 13)
 
 
 def _checksums(connection: Connection, query: sql.Composable) -> dict[int, list[Any]]:

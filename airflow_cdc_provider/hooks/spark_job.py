@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -17,10 +18,12 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 from airflow.providers.apache.spark.hooks.spark_submit import (
     ALLOWED_SPARK_BINARIES,
     DEFAULT_SPARK_BINARY,
@@ -37,8 +40,8 @@ PACKAGE = Path(airflow_cdc_provider.__file__).parent
 ENGINE_JOB = PACKAGE / "engine" / "job.py"
 
 # Airflow sends SIGKILL five seconds after it asked a task to end; these leave a second for the rest.
-STOP_SECONDS = 1.5
-TERM_SECONDS = 2.0
+DRIVER_SECONDS = 2.5
+GROUP_SECONDS = 1.0
 
 # Configuration and connections of Airflow, which the job has no use for and must not be able to leak.
 _AIRFLOW_PREFIXES = ("AIRFLOW__", "AIRFLOW_CONN_", "AIRFLOW_VAR_", "__AIRFLOW", "_AIRFLOW")
@@ -79,6 +82,9 @@ class SparkJobHook(SparkSubmitHook):
         if connection.extra_dejson.get("deploy-mode") == "cluster":
             self.log.warning("The connection %s asks for cluster mode; the driver runs here, in client mode.", conn_id)
         self.environment = self._driver_environment(environment, home)
+        self.result: dict[str, Any] = {}
+        """The last JSON object that the job printed."""
+        self._application = ""
         self._killing: threading.Thread | None = None
         self._group: ProcessGroup | None = None
 
@@ -90,6 +96,7 @@ class SparkJobHook(SparkSubmitHook):
         with ProcessGroup() as group:
             self._group = group
             try:
+                self._application = application
                 self._check_not_killed()
                 # The provider's env_vars would stand on the command line with YARN and Kubernetes.
                 # Standard input of a task is its channel to Airflow, which no other process may read.
@@ -104,16 +111,14 @@ class SparkJobHook(SparkSubmitHook):
         self._check_not_killed()
         return int(self._submit_sp.returncode) if self._submit_sp is not None else 0
 
-    def kill(self, stop: Callable[[], object] | None = None) -> None:
-        """End the run: ask it to stop, then SIGTERM, then SIGKILL, to all its processes.
+    def kill(self) -> None:
+        """End the run: SIGTERM to the driver, which ends after its current unit, then to all, then SIGKILL.
 
         Returns at once. It is called in a signal handler on the thread that reads
         the job's output, and a job whose output nobody reads cannot end in peace.
-
-        :param stop: asks the job to end after its current unit; may take its time or fail.
         """
         if self._killing is None:
-            self._killing = threading.Thread(target=self._end, args=(stop,), name="spark-job-kill", daemon=True)
+            self._killing = threading.Thread(target=self._end, name="spark-job-kill", daemon=True)
             self._killing.start()
 
     @property
@@ -121,17 +126,29 @@ class SparkJobHook(SparkSubmitHook):
         """The last lines of the job's output, secrets masked."""
         return self._submit_log_tail.strip()
 
-    def _end(self, stop: Callable[[], object] | None) -> None:
+    def _process_spark_submit_log(self, itr: Iterator[Any]) -> None:
+        super()._process_spark_submit_log(self._remember_result(itr))
+
+    def _remember_result(self, lines: Iterator[str]) -> Iterator[str]:
+        for line in lines:
+            if line.startswith("{"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    self.result = json.loads(line)
+            yield line
+
+    def _end(self) -> None:
         group = self._group
         if group is None:
             return
-        if stop is not None:
-            self.log.info("Asking the Spark job to stop.")
-            threading.Thread(target=_quietly, args=(stop,), name="spark-job-stop", daemon=True).start()
-            if group.await_end(STOP_SECONDS):
-                return
-        self.log.info("Ending the processes of the Spark job.")
-        group.end(TERM_SECONDS)
+        self.log.info("Ending the Spark job.")
+        # The driver alone at first: without the JVM it could not finish anything. A request to stop that is left
+        # in the pipeline's state would end the jobs beside this one, and the next try, too.
+        for process in group.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.cmdline()[1:2] == [self._application]:
+                    process.terminate()
+        if not group.await_end(DRIVER_SECONDS):
+            group.end(GROUP_SECONDS)
 
     def _check_not_killed(self) -> None:
         if self._killing is not None:
@@ -186,9 +203,3 @@ def packed_engine() -> Iterator[Path]:
         yield archive
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _quietly(stop: Callable[[], object]) -> None:
-    # The request is a courtesy: where it cannot be made, SIGTERM follows.
-    with contextlib.suppress(Exception):
-        stop()

@@ -7,14 +7,14 @@ with what to do about them, and are retried only where trying again can help.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
+from airflow_cdc_provider.operators.progress import format_bytes
 from airflow_cdc_provider.operators.spark import CdcSparkOperator
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class CdcPreflightOperator(BaseOperator):
         with airflow_failures():
             result = commands.preflight(load_pipeline(self.pipeline).pipeline)
         for finding in result["findings"]:
-            if finding["ok"]:
+            if finding["ok"] and not finding.get("warning"):
                 self.log.info("%s: %s", finding["check"], finding["message"])
             else:
                 self.log.warning("%s: %s %s", finding["check"], finding["message"], finding.get("solution", ""))
@@ -167,12 +167,6 @@ class CdcStreamOperator(CdcSparkOperator):
         """Where to end."""
         return ["--until", f"lsn:{self.until}" if _BARE_LSN.match(self.until) else self.until]
 
-    def _stop_request(self) -> Callable[[], object] | None:
-        """A request to end after the current unit. Not for a snapshot: it would end the other groups as well."""
-        from airflow_cdc_provider.engine import commands
-
-        return partial(commands.stop, self._loaded.pipeline) if self._loaded is not None else None
-
 
 class CdcVerifyOperator(BaseOperator):
     """Compares source and sink, and fails when they differ.
@@ -202,7 +196,12 @@ class CdcVerifyOperator(BaseOperator):
             )
         if not result["equal"]:
             different = [table for table in result["tables"] if not table["equal"]]
-            raise AirflowFailException("\n".join(["Source and sink differ.", *map(_describe_difference, different)]))
+            lines = ["Source and sink differ.", *map(_describe_difference, different)]
+            if result.get("lag_bytes") and not result.get("live"):
+                lines.append(
+                    f"No stream is running, and {format_bytes(result['lag_bytes'])} of WAL are not applied yet."
+                )
+            raise AirflowFailException("\n".join(lines))
         return result
 
 

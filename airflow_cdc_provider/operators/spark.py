@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import AirflowException
 
+from airflow_cdc_provider.engine import errors
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ExitCode, Retry
-from airflow_cdc_provider.hooks.cdc import LoadedPipeline, airflow_failures, failure, load_pipeline
+from airflow_cdc_provider.engine.errors import CdcError, ExitCode, Retry
+from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.operators.progress import ProgressLog
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ class CdcSparkOperator(BaseOperator):
         self.conf = conf
         self.application = application
         self._job: SparkJobHook | None = None
-        self._loaded: LoadedPipeline | None = None
         self._killed = False
 
     @abstractmethod
@@ -65,14 +65,14 @@ class CdcSparkOperator(BaseOperator):
         """The options of the command beside pipeline and epoch."""
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Run the job to its end; returns the pipeline's status."""
+        """Run the job to its end; returns what the command returned."""
         from airflow_cdc_provider.engine import commands
         from airflow_cdc_provider.hooks.spark_job import ENGINE_JOB, SparkJobHook, packed_engine
 
         with airflow_failures(), packed_engine() as archive:
-            self._loaded = loaded = load_pipeline(self.pipeline)
+            loaded = load_pipeline(self.pipeline)
             pipeline = loaded.pipeline
-            arguments = [self.command, "--pipeline", str(loaded.path), "--epoch", str(self.epoch)]
+            arguments = [self.command, "--pipeline", str(loaded.path), "--epoch", str(self.epoch), "--json"]
             self._job = SparkJobHook(
                 self.spark_conn_id,
                 name=f"airflow-cdc {pipeline.name} {self.command}",
@@ -87,33 +87,31 @@ class CdcSparkOperator(BaseOperator):
             with ProgressLog(partial(commands.status, pipeline), self.log.info):
                 exit_code = self._job.run(self.application or str(ENGINE_JOB))
             if exit_code != ExitCode.DONE:
-                raise job_failure(exit_code, before, _last_error(pipeline), self._job.output_tail)
-            return commands.status(pipeline)
+                after = _last_error(pipeline)
+                recorded = after if after != before else None
+                raise job_failure(exit_code, self._job.result.get("error"), recorded, self._job.output_tail)
+            return self._job.result
 
     def on_kill(self) -> None:
         """End all processes of the job within the five seconds that Airflow grants."""
         self._killed = True
         if self._job is not None:
-            self._job.kill(self._stop_request())
-
-    def _stop_request(self) -> Callable[[], object] | None:
-        """What asks the job to end by itself, if anything can."""
-        return None
+            self._job.kill()
 
 
-def job_failure(
-    exit_code: int, before: Mapping[str, str] | None, after: Mapping[str, str] | None, output: str
-) -> AirflowException:
+def job_failure(exit_code: int, reported: object, recorded: Mapping[str, str] | None, output: str) -> AirflowException:
     """The exception for a job that failed.
 
     :param exit_code: what spark-submit exited with, which is the engine's code if the engine came that far.
-    :param before: the pipeline's last error before the job.
-    :param after: the pipeline's last error after the job.
+    :param reported: the ``error`` object that the job printed, if it did.
+    :param recorded: the pipeline's last error if it is of this job.
     :param output: the end of the job's output.
     """
-    # Spark's own failures exit with 1 too. An error that stood there before is then perhaps not of this job.
-    if after is not None and (after != before or exit_code in (ExitCode.INVALID, ExitCode.REFUSED)):
-        return failure(after["message"], after["solution"], after["retry"])
+    if isinstance(reported, dict):
+        kind = getattr(errors, str(reported.get("kind")), CdcError)
+        return failure(str(reported.get("message")), str(reported.get("solution")), kind.retry.value)
+    if recorded is not None:
+        return failure(recorded["message"], recorded["solution"], recorded["retry"])
     retry = Retry.FAIL if exit_code in (ExitCode.INVALID, ExitCode.REFUSED) else Retry.RETRY
     return failure(f"the Spark job failed with exit code {exit_code}", output, retry.value)
 

@@ -195,4 +195,6 @@ def _lsn_argument(name: str, value: str) -> int:
     try:
         return parse_lsn(value)
     except ValueError as e:
-        raise failure(f"the argument {name} is {e}", "Give an LSN, or check that the task it comes from has run.", "fail") from e
+        raise failure(
+            f"the argument {name} is {e}", "Give an LSN, or check that the task it comes from has run.", "fail"
+        ) from e
