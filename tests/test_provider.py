@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import configparser
 import json
+import os
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,20 @@ from airflow_cdc_provider.hooks.cdc import PostgresCdcHook, load_pipeline
 from tests.conftest import Databases, ServerMaker
 
 pytestmark = pytest.mark.airflow
+
+
+DISCOVERY = """
+from airflow.providers_manager import ProvidersManager
+
+manager = ProvidersManager()
+assert "airflow-cdc-provider" in manager.providers
+hook = manager.hooks["postgres_cdc"]
+assert hook is not None
+assert (hook.hook_name, hook.connection_testable) == ("Postgres CDC", True), hook
+assert hook.connection_id_attribute_name == "postgres_cdc_conn_id", hook
+assert manager.field_behaviours["postgres_cdc"]["placeholders"]["port"] == "5432"
+assert "extra__postgres_cdc__sslmode" in manager.connection_form_widgets, list(manager.connection_form_widgets)
+"""
 
 
 def schema(name: str) -> Any:
@@ -83,6 +100,24 @@ def test_the_hook_is_the_one_of_the_connection_type() -> None:
     assert hook.conn_type == entry["connection-type"]
     assert hook.hook_name == entry["hook-name"]
     assert hook(**{hook.conn_name_attr: "other"}).postgres_cdc_conn_id == "other"
+
+
+def test_airflow_finds_the_installed_provider(tmp_path: Path) -> None:
+    installed = tmp_path / "airflow_cdc_provider-0.1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: airflow-cdc-provider\nVersion: 0.1.0\n")
+    entry_point = "provider_info = airflow_cdc_provider.get_provider_info:get_provider_info"
+    (installed / "entry_points.txt").write_text(f"[apache_airflow_provider]\n{entry_point}\n")
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error::airflow.exceptions.AirflowProviderDeprecationWarning", "-c", DISCOVERY],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -326,10 +326,11 @@ def test_a_difference_must_last_two_rounds(two_rows: Session) -> None:
     assert len(live.asked) == 3  # to begin with, and once a round
     assert live.asked == sorted(live.asked)
 
-    # Two rounds, but not one after the other: the source has what the target has in between.
-    states = iter([1, 0, 1, 0, 1])
-    healing = Scripted(lambda: rows(two_rows.source, f"UPDATE public.t SET v = {next(states, 1)} WHERE id = 1"))
-    assert ("different", "1") not in found(two_rows.compare(live=healing))
+    # Seen in the first round, gone in the second.
+    steps = iter(["SELECT", "SELECT", "UPDATE public.t SET v = 0 WHERE id = 1"])
+    healing = Scripted(lambda: rows(two_rows.target, next(steps)))
+    assert found(two_rows.compare(live=healing)) == {("missing", "2"), ("extra", "3")}
+    assert len(healing.asked) == 3
 
 
 def test_a_change_there_and_back_is_no_rest(two_rows: Session) -> None:

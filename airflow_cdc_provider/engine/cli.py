@@ -79,7 +79,8 @@ def _progress_line(command: str, progress: dict[str, Any]) -> str:
     if command == "snapshot":
         done, total = progress["finished"], progress["chunks"]
         bar = ("█" * round(20 * done / max(1, total))).ljust(20, "░")
-        return f"snapshot {bar} {done}/{total} chunks, {progress['rows']:,} rows, {progress['rows_per_second']:,} rows/s"
+        speed = f"{progress['rows']:,} rows, {progress['rows_per_second']:,} rows/s"
+        return f"snapshot {bar} {done}/{total} chunks, {speed}"
     if command == "stream":
         return f"stream applied {progress['applied_lsn']}, {progress['changes']:,} changes"
     return f"{command} {progress['table']} {progress['done']}/{progress['total']}"

@@ -300,12 +300,7 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent)
 
 def stop(pipeline: Pipeline) -> dict[str, Any]:
     """Ask the running job to end after its current unit."""
-    state = State(pipeline.state)
-    record = existing_record(pipeline)
-    alive = [beat.part for beat in read_heartbeats(state) if beat.alive]
-    if alive:
-        request_stop(state, record.epoch)
-    return {"asked": alive}
+    return {"asked": request_stop(State(pipeline.state))}
 
 
 def status(pipeline: Pipeline) -> dict[str, Any]:
@@ -403,9 +398,7 @@ def resnapshot(
     :param where: read only rows that match on either side.
     """
     if everything == bool(tables) or (everything and where):
-        raise ConfigError(
-            "resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two."
-        )
+        raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
     if everything:
         return _start_over(pipeline, takeover, report)
     state, record = State(pipeline.state), existing_record(pipeline)

@@ -146,9 +146,7 @@ class Pipeline:
             sink=Sink(
                 type=cast(Literal["postgres"], sink.take("type", _one_of("postgres"), "postgres")),
                 dsn=sink.dsn(),
-                mode=cast(
-                    Literal["mirror", "changelog"], sink.take("mode", _one_of("mirror", "changelog"), "mirror")
-                ),
+                mode=cast(Literal["mirror", "changelog"], sink.take("mode", _one_of("mirror", "changelog"), "mirror")),
                 schema=sink.take("schema", _text, "{schema}"),
             ),
             state=root.take("state", _state_url),
@@ -219,7 +217,8 @@ class _Section:
         """The section's ``dsn``, or the connection named by its ``conn_id``."""
         if "conn_id" in self._values and "dsn" in self._values:
             raise ConfigError(
-                f"{self._path} has both dsn and conn_id", f"Keep one of {self._full('dsn')} and {self._full('conn_id')}."
+                f"{self._path} has both dsn and conn_id",
+                f"Keep one of {self._full('dsn')} and {self._full('conn_id')}.",
             )
         if "conn_id" not in self._values:
             self._known.append("conn_id")
@@ -386,9 +385,7 @@ def _table_rule(entry: object) -> TableRule:
     if not isinstance(entry, dict) or not set(entry) <= {"table", "columns", "where"}:
         raise ValueError("entries `schema.table` or {table: …, columns: […], where: …}")
     columns = entry.get("columns")
-    if columns is not None and not (
-        isinstance(columns, list) and columns and all(isinstance(c, str) for c in columns)
-    ):
+    if columns is not None and not (isinstance(columns, list) and columns and all(isinstance(c, str) for c in columns)):
         raise ValueError("columns as a list of names")
     where = entry.get("where")
     if where is not None and not isinstance(where, str):
@@ -398,5 +395,5 @@ def _table_rule(entry: object) -> TableRule:
 
 def _pattern(value: object) -> str:
     if not isinstance(value, str) or "." not in value:
-        raise ValueError("tables as `schema.table`, for example public.orders or \"sales.*\"")
+        raise ValueError('tables as `schema.table`, for example public.orders or "sales.*"')
     return value

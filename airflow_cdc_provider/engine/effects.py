@@ -133,7 +133,8 @@ def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Table]) -> list[t
         table = tables.get(relation.oid)
         if table is None:
             raise CannotFollow(
-                f"the stream carries changes of {relation.schema}.{relation.name}, which this pipeline does not capture",
+                f"the stream carries changes of {relation.schema}.{relation.name}, which this pipeline does not"
+                " capture",
                 "Run `airflow-cdc resnapshot --all` after a change of partitions or of the publication.",
             )
         aligned = (table, _align(changes, table))
@@ -211,9 +212,7 @@ def _index(table: Table, name: str) -> int:
     return [column.name for column in table.columns].index(name)
 
 
-def _keep(
-    halves: Halves, changes: Changes, table: Table, filter_: TableFilter, ask: AskChunks
-) -> NDArray[np.bool_]:
+def _keep(halves: Halves, changes: Changes, table: Table, filter_: TableFilter, ask: AskChunks) -> NDArray[np.bool_]:
     kept = keep(halves, changes.xid, lambda keys: ask(table, filter_.bounds, keys), filter_.snapshots)
     if filter_.reread:
         xids = changes.xid[halves.row]

@@ -103,7 +103,7 @@ class SnapshotReader:
         return Watermark(self.snapshot, parse_lsn(marker))
 
 
-class _as_failure:  # noqa: N801 - reads as a phrase where it is used
+class _as_failure:
     """Turn errors of the drivers into errors of the engine, which cross to the driver process."""
 
     def __init__(self, dsn: str) -> None:

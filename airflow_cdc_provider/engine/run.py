@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -109,7 +110,7 @@ class Run:
             self.state, Heartbeat(Owner.this(), self.part, self.epoch, time.time(), ended, dict(self.progress))
         )
         request = self.state.read(_STOP)
-        if request is not None and request["epoch"] >= self.epoch:
+        if request is not None and asdict(Owner.this()) in request["owners"]:
             self._stop.set()
 
     def check(self) -> None:
@@ -184,9 +185,15 @@ def last_error(state: State) -> dict[str, Any] | None:
     return state.read(_ERROR)
 
 
-def request_stop(state: State, epoch: int) -> None:
-    """Ask the parts of all runs up to ``epoch`` to end after their current unit."""
-    state.write(_STOP, {"epoch": epoch, "at": time.time()})
+def request_stop(state: State) -> list[str]:
+    """Ask the jobs that are alive, and none that comes later, to end after their current unit.
+
+    :returns: the parts that were asked.
+    """
+    alive = [beat for beat in read_heartbeats(state) if beat.alive]
+    if alive:
+        state.write(_STOP, {"owners": [asdict(beat.owner) for beat in alive]})
+    return [beat.part for beat in alive]
 
 
 @contextmanager

@@ -116,7 +116,8 @@ def create_publication(connection: Connection, publication: str, tables: Sequenc
             rows(connection, statement)
         elif not exists[0][0]:
             published = {
-                oid for (oid,) in rows(
+                oid
+                for (oid,) in rows(
                     connection,
                     "SELECT prrelid::bigint FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
                     " WHERE pubname = %s",

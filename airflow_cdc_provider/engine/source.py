@@ -92,7 +92,7 @@ class PostgresCdcSource(DataSource):
     def schema(self) -> str:
         return SCHEMA
 
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         return SlotStreamReader(self.options["config"])
 
 
@@ -130,13 +130,13 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         return self._reader
 
-    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+    def initialOffset(self) -> dict[str, Any]:
         return Position(self._options().applied).to_json()
 
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+    def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxBytes(self._options().max_batch_bytes)
 
-    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Choose the end of the next batch, having acknowledged the one that ended at ``start``."""
         options, after = self._options(), Position.from_json(start)
         reader = self._connected()
@@ -155,7 +155,7 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._advanced = time.monotonic()
         return end.to_json()
 
-    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+    def prepareForTriggerAvailableNow(self) -> None:
         """Take as target everything that is committed now, up to a marker written for the purpose."""
         options, reader = self._options(), self._connected()
         with connected(options.dsn, settings={"synchronous_commit": "local"}) as connection:
@@ -181,8 +181,8 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the one row of a partition; runs on an executor."""
         assert isinstance(partition, PiecePartition)
-        columns = [[partition.start], [partition.end], [partition.index], [partition.piece]]
-        yield pa.RecordBatch.from_arrays([pa.array(c, f.type) for c, f in zip(columns, _ARROW, strict=True)], schema=_ARROW)
+        row = {"start": partition.start, "end": partition.end, "index": partition.index, "piece": partition.piece}
+        yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
 
     def stop(self) -> None:
         if self._reader is not None:

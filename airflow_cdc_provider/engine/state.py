@@ -79,7 +79,8 @@ class State:
 
         The file's lines are a version, Spark's metadata, and one offset a source.
         """
-        batches = [int(n.rsplit("/", 1)[-1]) for n in self.names("checkpoint/offsets") if n.rsplit("/", 1)[-1].isdigit()]
+        names = [name.rsplit("/", 1)[-1] for name in self.names("checkpoint/offsets")]
+        batches = [int(name) for name in names if name.isdigit()]
         if not batches:
             return None
         lines = self._fs.cat_file(f"{self._root}/checkpoint/offsets/{max(batches)}").decode().splitlines()

@@ -86,9 +86,7 @@ class Stage:
         tables = {oid: target.table for oid, target in self.targets.items()}
         source: Connection | None = None
 
-        def ask(
-            table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
-        ) -> npt.NDArray[np.int64]:
+        def ask(table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> npt.NDArray[np.int64]:
             nonlocal source
             source = source or connect(self.source_dsn)
             return chunk_of(source, table, bounds, keys)
@@ -117,9 +115,7 @@ class StreamJob:
     :param report: called after every batch and about once a second.
     """
 
-    def __init__(
-        self, spark: SparkSession, run: Run, record: Record, report: Callable[[StreamProgress], None]
-    ) -> None:
+    def __init__(self, spark: SparkSession, run: Run, record: Record, report: Callable[[StreamProgress], None]) -> None:
         self._spark = spark
         self._run = run
         self._pipeline = run.pipeline
@@ -131,6 +127,7 @@ class StreamJob:
         self._seconds = 0.0
         self._parts: list[StagedPiece] = []
         self._unit = threading.Lock()
+        self._stopped = False
         self._failure: CdcError | None = None
 
     def follow(self, target: int | None) -> StreamProgress:
@@ -222,15 +219,18 @@ class StreamJob:
         wait_until(acknowledged, _ACKNOWLEDGE_SECONDS)
 
     def _stop(self, query: StreamingQuery) -> None:
-        """Stop between two units."""
+        """Stop between two units: a batch that has begun ends, one that begins now is turned away."""
         with self._unit:
-            query.stop()
+            self._stopped = True
+        query.stop()
 
     # -- one batch ---------------------------------------------------------------------------------
 
     def _batch(self, pieces: DataFrame, batch: int) -> None:
         """Bring a batch into the sink. Whatever goes wrong must be raised, or Spark would commit the batch."""
         with self._unit:
+            if self._stopped:
+                raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
             try:
                 self._apply(pieces, batch)
             except CdcError as e:
@@ -327,10 +327,12 @@ def _open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
         ranges = sorted((c for c in records if c.keys is None), key=lambda c: c.chunk.index)
         if not any(c.watermark and c.watermark.high > applied for c in records):
             continue
-        reread = {}
-        for c in (c for c in records if c.keys is not None and c.watermark and c.watermark.high > applied):
-            assert c.watermark is not None and c.keys is not None
-            reread.update(dict.fromkeys(c.keys, c.watermark.snapshot))
+        reread = {
+            key: c.watermark.snapshot
+            for c in records
+            if c.keys is not None and c.watermark is not None and c.watermark.high > applied
+            for key in c.keys
+        }
         filters[label] = TableFilter(
             bounds=tuple(c.chunk.lower for c in ranges[1:] if c.chunk.lower is not None),
             snapshots=tuple(c.watermark.snapshot for c in ranges if c.watermark),

@@ -97,9 +97,7 @@ class Buffer:
         self._content = False
         self._restart([], self._relations, None)
 
-    def _restart(
-        self, messages: list[bytes], relations: dict[int, bytes], transaction: OpenTransaction | None
-    ) -> None:
+    def _restart(self, messages: list[bytes], relations: dict[int, bytes], transaction: OpenTransaction | None) -> None:
         """Begin a block with messages that were not sealed, and the context in which they stand."""
         self._messages = messages
         self._size = sum(map(len, messages))

@@ -143,11 +143,13 @@ class SparkJobHook(SparkSubmitHook):
         self.log.info("Ending the Spark job.")
         # The driver alone at first: without the JVM it could not finish anything. A request to stop that is left
         # in the pipeline's state would end the jobs beside this one, and the next try, too.
+        asked = False
         for process in group.members():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.cmdline()[1:2] == [self._application]:
                     process.terminate()
-        if not group.await_end(DRIVER_SECONDS):
+                    asked = True
+        if not (asked and group.await_end(DRIVER_SECONDS)):
             group.end(GROUP_SECONDS)
 
     def _check_not_killed(self) -> None:

@@ -214,7 +214,7 @@ def plan_groups(unfinished: int, groups: int) -> list[str]:
 def _describe_difference(table: Mapping[str, Any]) -> str:
     differences = table["differences"]
     shown = [f"{difference['kind']} {_describe_key(difference['key'])}" for difference in differences]
-    more = len(shown) - _DIFFERENCES_SHOWN
+    more = table.get("difference_count", len(shown)) - _DIFFERENCES_SHOWN
     listed = ", ".join([*shown[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])])
     return f"{table['table']}: {table['source_rows']} rows in the source, {table['target_rows']} in the sink: {listed}"
 

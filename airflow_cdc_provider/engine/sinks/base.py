@@ -133,7 +133,7 @@ class StagedPiece:
     split_truncates: frozenset[str]
 
 
-class MissingValues(Exception):  # noqa: N818 - a request to the caller, not an error
+class MissingValues(Exception):
     """A unit needs values that neither the stream nor the sink has; ``keys`` says which rows to read again."""
 
     def __init__(self, keys: Mapping[str, frozenset[tuple[str, ...]]]) -> None:

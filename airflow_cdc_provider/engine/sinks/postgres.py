@@ -40,8 +40,8 @@ from airflow_cdc_provider.engine.sinks.base import (
 )
 from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
 from airflow_cdc_provider.engine.sinks.postgres_tables import (
-    RECORD_TABLES,
     TableStatements,
+    create_record_tables,
     prepare_target,
     record_target,
 )
@@ -66,7 +66,7 @@ class PostgresSink:
     def prepare(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
         """See :meth:`.base.Sink.prepare`."""
         with self._transaction() as connection:
-            rows(connection, RECORD_TABLES)
+            create_record_tables(connection)
             rows(
                 connection,
                 "INSERT INTO airflow_cdc.pipelines (pipeline, epoch, owner, applied_lsn, source)"
@@ -147,10 +147,7 @@ class PostgresSink:
         """See :meth:`.base.Sink.take_epoch`."""
         failpoint("before-epoch")
         with self._transaction() as connection:
-            query = (
-                "UPDATE airflow_cdc.pipelines SET epoch = epoch + 1, owner = %s"
-                " WHERE pipeline = %s RETURNING epoch"
-            )
+            query = "UPDATE airflow_cdc.pipelines SET epoch = epoch + 1, owner = %s WHERE pipeline = %s RETURNING epoch"
             epoch = int(scalar(connection, query, [owner, self.pipeline]))
         failpoint("after-epoch")
         return epoch
@@ -391,9 +388,7 @@ class PostgresSink:
         """See :meth:`.base.Sink.sweep`."""
         with connected(self.dsn) as connection:
             for name in self._staging(connection):
-                rows(
-                    connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name))
-                )
+                rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
 
     def _staging(self, connection: Connection) -> list[str]:
         found = rows(

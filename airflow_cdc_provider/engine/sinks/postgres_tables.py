@@ -18,8 +18,7 @@ from airflow_cdc_provider.engine.effects import ERASED, MISSING, OLD_KIND, OP, U
 from airflow_cdc_provider.engine.errors import ForeignTable
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 
-RECORD_TABLES = """
-CREATE SCHEMA IF NOT EXISTS airflow_cdc;
+_RECORD_TABLES = """
 CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (
     pipeline text PRIMARY KEY,
     epoch bigint NOT NULL,
@@ -62,9 +61,17 @@ _META = {
 }
 
 
-def prepare_target(
-    connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target
-) -> None:
+def create_record_tables(connection: Connection) -> None:
+    """Create the tables of the commit record, where they are not there yet.
+
+    ``IF NOT EXISTS`` alone would ask for the privilege to create a schema even when a DBA has created it.
+    """
+    if scalar(connection, "SELECT to_regnamespace('airflow_cdc')") is None:
+        rows(connection, "CREATE SCHEMA airflow_cdc")
+    rows(connection, _RECORD_TABLES)
+
+
+def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
     """Create a target table, or accept it if it is ours or empty, and record it.
 
     :raises ForeignTable: when it has rows that are not ours.
@@ -137,7 +144,7 @@ class TableStatements:
     def _matches(self, row: str, prefix: str) -> sql.Composable:
         """``t.key = row.prefix…`` for every key column."""
         pairs = [
-            sql.SQL("t.{} = {}.{}").format(self._names[i], sql.SQL(row), sql.SQL(f"{prefix}{n if prefix == 'o' else i}"))
+            sql.SQL("t.{} = {}").format(self._names[i], sql.SQL(f"{row}.{prefix}{n if prefix == 'o' else i}"))
             for n, i in enumerate(self._key)
         ]
         return sql.SQL(" AND ").join(pairs)
@@ -198,9 +205,7 @@ class TableStatements:
         fields += [sql.SQL("t.{} AS {}").format(name, sql.SQL(f"c{i}")) for i, name in enumerate(self._names)]
         if MISSING in columns:
             fields.append(sql.SQL(f"NULL::int[] AS {MISSING}"))
-            fields += [
-                sql.SQL("t.{} AS {}").format(self._names[i], sql.SQL(f"o{n}")) for n, i in enumerate(self._key)
-            ]
+            fields += [sql.SQL("t.{} AS {}").format(self._names[i], sql.SQL(f"o{n}")) for n, i in enumerate(self._key)]
         self._create_staging(relation, fields)
 
     def create_changelog_staging(self, relation: str, columns: Sequence[str]) -> None:

@@ -1,0 +1,38 @@
+"""Two temporary Postgres servers: a small shop on one, nothing yet on the other.
+
+Prints the variables that ``shop.yaml`` needs, and removes everything on Ctrl+C.
+"""
+
+import tempfile
+import threading
+from pathlib import Path
+
+import psycopg
+
+from airflow_cdc_provider.demo import shop
+from airflow_cdc_provider.demo.servers import PostgresServer
+
+
+def main() -> None:
+    """Run the servers until interrupted."""
+    with tempfile.TemporaryDirectory(prefix="cdc-quickstart-") as name:
+        directory = Path(name)
+        directory.chmod(0o755)  # started by root, the servers run as nobody
+        source_server = PostgresServer.create(directory / "source")
+        target_server = PostgresServer.create(directory / "target")
+        with source_server as source, target_server as target:
+            with psycopg.connect(source.dsn()) as connection:
+                shop.create_schema(connection)
+            rows = shop.load(source.dsn(), scale=0.02)
+            print(f"# {rows:,} rows are in the source. Paste this into another terminal, and end with Ctrl+C here.")
+            print(f"export AIRFLOW_CONN_SHOP_PG={source.dsn()}")
+            print(f"export AIRFLOW_CONN_DW_PG={target.dsn()}")
+            print(f"export CDC_STATE={directory / 'state'}", flush=True)
+            threading.Event().wait()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("Removed.")

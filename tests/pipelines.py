@@ -1,0 +1,427 @@
+"""A pipeline under test: its file, its commands as processes of their own, and its parts within the test's process.
+
+Tests of the protocol need control over what happens when, which a command does not give. :func:`copy_chunk_of` and
+:func:`apply_stream` therefore run the real parts (chunk task, slot reader, staging, commit) here, in an order that
+the test chooses, and leave out nothing but Spark's scheduler. Crashes are the other way round: a command runs as
+users run it, in a session of its own, so that a kill reaches the JVM and the Python workers too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pyarrow as pa
+import pytest
+import yaml
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.chunks import Chunk, read_query
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.reading import plan_read
+from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
+from airflow_cdc_provider.engine.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
+from airflow_cdc_provider.engine.source import SlotStreamReader, SourceOptions
+from airflow_cdc_provider.engine.stream import StreamJob
+from tests.conftest import Databases
+
+COMMAND = Path(sys.executable).with_name("airflow-cdc")
+SECONDS = 120.0
+"""How long a command or a state is waited for; far beyond what it takes, since the machine may be busy."""
+
+# Spark's start dominates these tests: a small heap, one compiler and no web server save a third of it.
+SPARK_CONF = {
+    "spark.ui.enabled": "false",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto",
+    "spark.sql.shuffle.partitions": "1",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        """The one object that ``--json`` prints."""
+        return json.loads(self.stdout)
+
+
+class Command:
+    """A command that runs in a session of its own, its output in files.
+
+    :param failpoint: ``name:action`` that is armed in all its processes.
+    """
+
+    def __init__(self, arguments: Sequence[str], directory: Path, failpoint: str | None = None) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "AIRFLOW_CDC"))}
+        if failpoint is not None:
+            environment["AIRFLOW_CDC_FAILPOINT"] = failpoint
+        number = len(list(directory.glob("command*.out")))
+        self._files = tuple(directory / f"command{number}.{kind}" for kind in ("out", "err"))
+        self.title = " ".join(arguments)
+        with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                [str(COMMAND), *arguments],
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the command itself, the driver, has not ended."""
+        return self.process.poll() is None
+
+    def wait(self, seconds: float = SECONDS) -> Outcome:
+        """Wait for the command's end; one that takes too long is killed, and fails the test."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"{self.title} did not end within {seconds:g} seconds:\n{self.output()}")
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """Exit code and output of the ended command."""
+        assert self.process.returncode is not None
+        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in self._files)
+        return Outcome(self.process.returncode, out, err)
+
+    def output(self) -> str:
+        """What it has printed so far, for messages."""
+        return "\n".join(file.read_text(encoding="utf-8", errors="replace")[-4000:] for file in self._files)
+
+    def processes(self) -> list[psutil.Process]:
+        """All processes of its session: Python workers leave the process group, but not the session."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(process.pid) == self.process.pid:
+                    found.append(process)
+        return found
+
+    def paused(self) -> int:
+        """How many of its processes a failpoint has stopped."""
+        count = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                count += process.status() == psutil.STATUS_STOPPED
+        return count
+
+    def kill(self) -> None:
+        """Kill the driver, its JVM and all Python workers, as the end of the machine would."""
+        for process in (family := self.processes()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+        psutil.wait_procs(family, timeout=SECONDS)
+
+    def terminate(self) -> None:
+        """Ask the driver alone to end, as an orchestrator does."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+        """Wait for a state that this running command brings about; fail with its output if it ends before."""
+        if not await_condition(lambda: condition() or not self.running, seconds) or not condition():
+            state = "runs" if self.running else f"ended with {self.process.returncode}"
+            pytest.fail(f"{self.title} ({state}): {what} did not come:\n{self.output()}")
+
+
+class PipelineUnderTest:
+    """A pipeline file in a directory, and what a test does with it.
+
+    :param directory: for the file, the state and the output of commands.
+    :param databases: source and target.
+    :param tables: entries of ``source.tables``.
+    :param sections: further keys of the file, merged into the sections of the same name.
+    """
+
+    def __init__(self, directory: Path, databases: Databases, tables: Sequence[Any], **sections: Any) -> None:
+        self.directory = directory
+        self.databases = databases
+        # Slots are shared by a server's databases, so the test's own database gives the name.
+        self.name = databases.source.rpartition("/")[2]
+        self.state = directory / "state"
+        self.document: dict[str, Any] = {
+            "pipeline": self.name,
+            "source": {"dsn": databases.source, "tables": list(tables)},
+            "sink": {"dsn": databases.target},
+            "state": f"file://{self.state}",
+            "stream": {"trigger": "200 ms", "heartbeat": "1 second"},
+            "spark": {"conf": SPARK_CONF},
+        }
+        self.file = directory / "pipeline.yaml"
+        self.change(**sections)
+        self._commands: list[Command] = []
+
+    def change(self, **sections: Any) -> None:
+        """Change keys of the file: mappings are merged, everything else replaced."""
+        for name, value in sections.items():
+            old = self.document.get(name)
+            self.document[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        self.file.write_text(yaml.safe_dump(self.document), encoding="utf-8")
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The file as the engine reads it."""
+        return Pipeline.load(self.file)
+
+    @property
+    def record(self) -> Record:
+        """The sink's commit record."""
+        return existing_record(self.pipeline)
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def start(self, command: str, *options: str, failpoint: str | None = None) -> Command:
+        """Start a command in the background."""
+        started = Command([command, "--pipeline", str(self.file), *options], self.directory, failpoint)
+        self._commands.append(started)
+        return started
+
+    def run(self, command: str, *options: str, code: int = 0, failpoint: str | None = None) -> Outcome:
+        """Run a command to its end and check its exit code."""
+        outcome = self.start(command, *options, failpoint=failpoint).wait()
+        assert outcome.code == code, f"{command} {options}: {outcome.stdout[-2000:]}\n{outcome.stderr[-4000:]}"
+        return outcome
+
+    def json(self, command: str, *options: str, code: int = 0) -> Any:
+        """Run a command with ``--json``, and return its object."""
+        return self.run(command, *options, "--json", code=code).json
+
+    def end_commands(self) -> None:
+        """Kill what a failed test has left running."""
+        for command in self._commands:
+            if command.running or command.processes():
+                command.kill()
+
+    # -- the two databases -------------------------------------------------------------------------
+
+    def source(self, *statements: str) -> None:
+        """Execute statements on the source, each a transaction."""
+        execute(self.databases.source, *statements)
+
+    def target(self, *statements: str) -> None:
+        """Execute statements on the target, each a transaction."""
+        execute(self.databases.target, *statements)
+
+    def source_rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Query the source."""
+        return query_rows(self.databases.source, query)
+
+    def target_rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Query the target."""
+        return query_rows(self.databases.target, query)
+
+    def assert_equal(self, table: str = "public.t", order: str = "1") -> None:
+        """The table's mirror holds what the source holds, value by value."""
+        query = f"SELECT * FROM {table} ORDER BY {order}"
+        assert self.target_rows(query) == self.source_rows(query)
+
+    def assert_verified(self) -> None:
+        """``verify`` finds no difference."""
+        result = commands.verify(self.pipeline)
+        assert result["equal"], result
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def finished_chunks(self) -> dict[tuple[str, int], tuple[Any, ...]]:
+        """What the record says of each finished chunk: when, under which epoch, in which snapshot, how many rows."""
+        found = self.target_rows(
+            "SELECT source_table, chunk, finished_at, epoch, snapshot, high_lsn::text, row_count"
+            f" FROM airflow_cdc.chunks WHERE pipeline = '{self.name}' AND finished_at IS NOT NULL"
+        )
+        return {(table, chunk): tuple(rest) for table, chunk, *rest in found}
+
+    def marker(self) -> int:
+        """Commit a marker at the source: everything committed before lies below the LSN that is returned."""
+        with connected(self.databases.source, settings={"synchronous_commit": "local"}) as source:
+            return emit_marker(source, "test")
+
+    def confirmed(self) -> int:
+        """The slot's ``confirmed_flush_lsn``."""
+        with connected(self.databases.source) as source:
+            state = read_slot(source, self.pipeline.source.slot)
+        assert state is not None
+        return state.confirmed_flush_lsn
+
+    def await_applied(self, command: Command) -> None:
+        """Wait until the stream that ``command`` runs has applied all that is committed now."""
+        marker = self.marker()
+        command.until(lambda: self.record.applied >= marker, "the stream at the marker")
+
+    def await_beat(self, command: Command, part: str) -> None:
+        """Wait until the part of a run that ``command`` starts lets its heart beat."""
+        file = self.state / "jobs" / f"{part}.json"
+        command.until(
+            lambda: file.exists() and json.loads(file.read_text())["owner"]["pid"] == command.process.pid,
+            f"the heartbeat of {part}",
+        )
+
+    # -- parts, in this process --------------------------------------------------------------------
+
+    def provision(self) -> Record:
+        """Provision in this process; return the record."""
+        commands.provision(self.pipeline)
+        return self.record
+
+    def chunk(self, index: int, table: str = "public.t") -> ChunkRecord:
+        """A chunk of the record."""
+        (found,) = (c for c in self.record.chunks if c.chunk.table == table and c.chunk.index == index)
+        return found
+
+    def copy(self, *indexes: int, table: str = "public.t") -> None:
+        """Copy chunks of a table one after the other, as tasks of the snapshot do; all of them by default."""
+        for index in indexes or [c.chunk.index for c in self.record.chunks if c.chunk.table == table]:
+            result = copy_chunk_of(self.pipeline, self.chunk(index, table).chunk)
+            if isinstance(result, CdcError):
+                raise result
+
+    def apply(self) -> None:
+        """Apply everything that is committed at the source now; see :func:`apply_stream`."""
+        apply_stream(self.pipeline, self.marker())
+
+
+def execute(dsn: str, *statements: str) -> None:
+    """Execute statements, each a transaction."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+def query_rows(dsn: str, query: str) -> list[tuple[Any, ...]]:
+    """Execute a query and return its rows."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return connection.execute(query.encode()).fetchall()
+
+
+@contextmanager
+def transaction(dsn: str, **settings: str) -> Iterator[psycopg.Connection[Any]]:
+    """A session with an open transaction, which the test ends; rolled back if it does not."""
+    connection = psycopg.connect(dsn, options=" ".join(f"-c {name}={value}" for name, value in settings.items()))
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+# -- the engine's parts without Spark's scheduler ------------------------------------------------------
+
+
+def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> ChunkTask:
+    """The task that the snapshot job would send to an executor.
+
+    :param epoch: the run's; the record's own by default.
+    """
+    record = existing_record(pipeline)
+    (target,) = (t for t in record.targets if t.table.label == chunk.table)
+    with connected(pipeline.source.dsn) as source:
+        query = read_query(target.table, chunk)
+        read = plan_read(source, pipeline.source.dsn, target.table, query, int(record.identity["timeline"]))
+    sink = commands.sink_of(pipeline)
+    return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read)
+
+
+def copy_chunk_of(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> int | CdcError:
+    """Copy a chunk as a task of the snapshot does: rows written, or the error that the driver would raise."""
+    return copy_chunk(chunk_task(pipeline, chunk, epoch))
+
+
+class _Collected:
+    """What a data frame of staged pieces is to the stream job."""
+
+    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
+        self._batches = list(batches)
+
+    def collect(self) -> list[Any]:
+        @dataclass(frozen=True)
+        class Row:
+            message: bytes
+
+        return [Row(message) for batch in self._batches for message in batch.column("message").to_pylist()]
+
+
+class _Pieces:
+    """What a data frame of raw pieces is to the stream job: staging runs here and at once."""
+
+    def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
+        self._batches = batches
+
+    def mapInArrow(self, stage: Callable[..., Iterable[pa.RecordBatch]], schema: str) -> _Collected:
+        return _Collected(stage(iter(self._batches)))
+
+
+def apply_stream(pipeline: Pipeline, until: int, changes: Mapping[str, Any] | None = None) -> None:
+    """Follow the log until ``until`` is applied and acknowledged: the stream job, without Spark's scheduler.
+
+    Gate and epoch, slot reader, cuts, staging, commit and re-reads are the engine's own; what is missing is that
+    tasks run elsewhere, and the checkpoint, which is a cursor.
+
+    :param until: end LSN of a marker.
+    :param changes: options of the slot reader that differ from the pipeline's.
+    """
+    with run_part(pipeline, "stream", None) as (run, record):
+        job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
+        options: dict[str, Any] = {
+            "dsn": pipeline.source.dsn,
+            "slot": pipeline.source.slot,
+            "publication": pipeline.source.publication,
+            "applied": record.applied,
+            "max_batch_bytes": pipeline.stream.max_batch_bytes,
+            "heartbeat": pipeline.stream.heartbeat,
+        }
+        reader = SlotStreamReader(SourceOptions(**{**options, **(changes or {})}).write())
+        try:
+            _follow(pipeline, job, reader, until)
+        finally:
+            reader.stop()
+
+
+def _follow(pipeline: Pipeline, job: StreamJob, reader: SlotStreamReader, until: int) -> None:
+    limit = reader.getDefaultReadLimit()
+    start, number = reader.initialOffset(), 0
+
+    def passed() -> bool:
+        nonlocal start, number
+        end = reader.latestOffset(start, limit)
+        if end == start:
+            return existing_record(pipeline).applied >= until
+        partitions = reader.partitions(start, end)
+        job._batch(_Pieces([batch for partition in partitions for batch in reader.read(partition)]), number)  # type: ignore[arg-type]
+        start, number = end, number + 1
+        return False
+
+    assert await_condition(passed, SECONDS), f"the stream did not reach {until:X}"
+    applied = existing_record(pipeline).applied
+
+    def acknowledged() -> bool:
+        with connected(pipeline.source.dsn) as source:
+            state = read_slot(source, pipeline.source.slot)
+        return state is not None and state.confirmed_flush_lsn >= applied
+
+    assert await_condition(acknowledged, SECONDS), f"{applied:X} was not acknowledged"
