@@ -17,6 +17,7 @@ import psycopg2
 import pyarrow as pa
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, describe, session_dsn
 from airflow_cdc_provider.engine.errors import CdcError, GateClosed, StreamFailed
@@ -24,7 +25,6 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.visibility import Snapshot
-from airflow_cdc_provider.engine.wal import MESSAGE_PREFIX
 
 _LOCK_TIMEOUT = "60s"
 _SETTINGS = {"row_security": "off", "synchronous_commit": "local", "lock_timeout": _LOCK_TIMEOUT}

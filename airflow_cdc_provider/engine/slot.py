@@ -17,6 +17,7 @@ from typing import Any
 import psycopg2
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
 from airflow_cdc_provider.engine.errors import Blocked, GateClosed, MissingPrivilege, SecondWriter, ServerNotReady
@@ -24,7 +25,6 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.preflight import publication_sql
 from airflow_cdc_provider.engine.visibility import Snapshot
-from airflow_cdc_provider.engine.wal import MESSAGE_PREFIX
 
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.1

@@ -35,10 +35,11 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
+from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Position
 from airflow_cdc_provider.engine.connection import connected, scalar
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.wal import MESSAGE_PREFIX, Position, WalReader
+from airflow_cdc_provider.engine.wal import WalReader
 
 SCHEMA = "start string, end string, index int, piece binary"
 

@@ -24,6 +24,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import chunk_of
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe
@@ -38,7 +39,6 @@ from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, Sink, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker, gate, read_slot, wait_until
 from airflow_cdc_provider.engine.source import PostgresCdcSource, SourceOptions
-from airflow_cdc_provider.engine.wal import Position
 
 _POLL_SECONDS = 0.25
 _ACKNOWLEDGE_SECONDS = 30.0

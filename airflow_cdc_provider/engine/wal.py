@@ -1,8 +1,6 @@
-"""The write-ahead log as it arrives: one replication connection and a bounded buffer.
+"""The write-ahead log as it arrives: one replication connection, read into a bounded buffer.
 
-A thread reads the connection into *blocks* of raw pgoutput messages. A block ends
-at a commit wherever possible; only a transaction larger than a block is cut
-inside. When the buffer is full the thread stops reading, and TCP's back-pressure
+When the buffer is full the reading thread stops, and TCP's back-pressure
 reaches the walsender. Status messages go out unasked all the while, also then,
 because a walsender that hears nothing for ``wal_sender_timeout`` hangs up.
 
@@ -15,218 +13,22 @@ Protocol: Postgres documentation, "Streaming Replication Protocol".
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import select
 import struct
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
 
-import numpy as np
 from psycopg import pq
 from psycopg.pq.abc import PGconn
 
+from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected, describe, scalar, session_dsn
 from airflow_cdc_provider.engine.errors import ConnectionFailed, StreamFailed
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.pgoutput import OpenTransaction, Piece
+from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.pgoutput import Piece
 
-MESSAGE_PREFIX = "airflow_cdc"
-"""Prefix of the logical messages (markers, heartbeats) that this engine writes into the source's log."""
-
-_EPOCH_2000 = 946_684_800_000_000
-_HEADER = 25
-_BEGIN, _COMMIT, _RELATION, _MESSAGE, _TRUNCATE = b"BCRMT"
-_ROWS = frozenset(b"IUD")
-_MARKER = MESSAGE_PREFIX.encode() + b"\0"
-
-
-@dataclass(frozen=True, order=True)
-class Position:
-    """A place in the stream at which a batch may end.
-
-    :param lsn: end LSN of a commit, or of what a keepalive stands for.
-    :param block: 0 between transactions; otherwise how many blocks of the open transaction that follows
-        ``lsn`` have been passed.
-    """
-
-    lsn: int
-    block: int = 0
-
-    @classmethod
-    def from_json(cls, offset: dict[str, str | int]) -> Position:
-        return cls(parse_lsn(str(offset["lsn"])), int(offset["block"]))
-
-    def to_json(self) -> dict[str, str | int]:
-        return {"lsn": format_lsn(self.lsn), "block": self.block}
-
-
-@dataclass(frozen=True)
-class Block:
-    """A sealed run of messages that ends at ``end``."""
-
-    piece: Piece
-    end: Position
-
-    @property
-    def size(self) -> int:
-        return len(self.piece.data)
-
-
-class Buffer:
-    """Messages between the connection and Spark; no I/O, not thread-safe by itself.
-
-    :param start: position after which messages come.
-    :param block_bytes: size from which a block is sealed.
-    :param boundary: an LSN at which a block must end, so that a batch planned by an earlier run can be cut again.
-    """
-
-    def __init__(self, start: Position, block_bytes: int, boundary: int = 0) -> None:
-        self.position = start.lsn
-        self.bytes = 0
-        self._blocks: deque[Block] = deque()
-        self._block_bytes = block_bytes
-        self._boundary = boundary
-        self._end = start
-        # Replaced, never changed, so that a reference keeps the state of a moment.
-        self._relations: dict[int, bytes] = {}
-        self._transaction: OpenTransaction | None = None
-        self._rows = 0
-        self._content = False
-        self._restart([], self._relations, None)
-
-    def _restart(self, messages: list[bytes], relations: dict[int, bytes], transaction: OpenTransaction | None) -> None:
-        """Begin a block with messages that were not sealed, and the context in which they stand."""
-        self._messages = messages
-        self._size = sum(map(len, messages))
-        self._context = (tuple(relations.values()), transaction)
-        self._begin = 0
-        self._committed = 0
-        self._committed_lsn = 0
-        self._committed_relations = relations
-
-    def add(self, message: bytes) -> None:
-        """Add one pgoutput message, without the header of XLogData."""
-        tag = message[0]
-        self._messages.append(message)
-        self._size += len(message)
-        self.bytes += len(message)
-        if tag in _ROWS:
-            self._content = True
-            self._rows += 1
-        elif tag == _BEGIN:
-            lsn, timestamp, xid = struct.unpack_from(">qqI", message, 1)
-            self._transaction = OpenTransaction(xid, lsn, timestamp + _EPOCH_2000, 0)
-            self._rows = 0
-            self._content = False
-            self._begin = len(self._messages) - 1
-        elif tag == _COMMIT:
-            self._commit(struct.unpack_from(">q", message, 10)[0])
-            return
-        elif tag == _RELATION:
-            (oid,) = struct.unpack_from(">I", message, 1)
-            self._relations = {**self._relations, oid: message}
-            self._content = True
-        elif tag == _TRUNCATE:
-            self._content = True
-            self._rows += struct.unpack_from(">I", message, 1)[0]
-        elif tag == _MESSAGE and message[10:].startswith(_MARKER):
-            self._content = True
-        if self._size >= self._block_bytes:
-            self._seal_committed()
-            if self._size >= self._block_bytes:
-                self._seal_open()
-
-    def _commit(self, end_lsn: int) -> None:
-        in_parts = self._context[1] is not None and self._committed == 0
-        self._transaction = None
-        self.position = end_lsn
-        if not self._content and not in_parts:
-            self._forget_transaction()
-            return
-        self._committed = len(self._messages)
-        self._committed_lsn = end_lsn
-        self._committed_relations = self._relations
-        # The last part of a transaction that was sealed in parts stands alone, so that all its parts end one batch.
-        if in_parts or end_lsn == self._boundary or self._size >= self._block_bytes:
-            self._seal_committed()
-
-    def _forget_transaction(self) -> None:
-        """Drop a transaction without content: only the position moves."""
-        dropped = sum(map(len, self._messages[self._begin :]))
-        del self._messages[self._begin :]
-        self._size -= dropped
-        self.bytes -= dropped
-
-    def keepalive(self, wal_end: int) -> None:
-        """Note a keepalive: between transactions it stands for everything before it in the byte stream."""
-        if self._transaction is None:
-            self.position = max(self.position, wal_end)
-
-    def seal(self) -> Position:
-        """Make a block of the whole transactions that have come; return the end of the last block."""
-        self._seal_committed()
-        return self._end
-
-    def _seal_committed(self) -> None:
-        if self._committed:
-            sealed, rest = self._messages[: self._committed], self._messages[self._committed :]
-            self._append(sealed, Position(self._committed_lsn))
-            # The rest, if any, begins with BEGIN.
-            self._restart(rest, self._committed_relations, None)
-
-    def _seal_open(self) -> None:
-        self._append(self._messages, Position(self._end.lsn, self._end.block + 1))
-        assert self._transaction is not None
-        transaction = dataclasses.replace(self._transaction, seq=self._rows)
-        self._restart([], self._relations, transaction)
-
-    def _append(self, messages: list[bytes], end: Position) -> None:
-        relations, transaction = self._context
-        lengths = np.fromiter(map(len, messages), dtype="<i4", count=len(messages))
-        self._blocks.append(Block(Piece(b"".join(messages), lengths.tobytes(), relations, transaction), end))
-        self._end = end
-
-    def cut(self, after: Position, limit: int, until: Position | None = None) -> Position:
-        """Choose where the batch that begins at ``after`` ends.
-
-        :param limit: bytes that the batch should not exceed; a single block may.
-        :param until: a position of an earlier cut, beyond which not to go.
-        :returns: the end of a commit if one lies within the limit; else, when the open transaction exceeds the
-            limit, a place inside it; else ``after``.
-        """
-        if not self._blocks or self._blocks[-1].end <= after:
-            self.seal()
-        end, inside, size = after, after, 0
-        for block in self._blocks:
-            if block.end <= after:
-                continue
-            size += block.size
-            if (size > limit and inside != after) or (until is not None and block.end > until):
-                break
-            inside = block.end
-            if block.end.block == 0:
-                end = block.end
-        return inside if end == after and size >= limit else end
-
-    def idle_position(self, after: Position) -> Position:
-        """The position reached when everything with content has been passed; ``after`` otherwise."""
-        idle = self._transaction is None and not self._messages and self._end <= after
-        if idle and self.position > after.lsn:
-            self._end = Position(self.position)  # what follows is counted from here
-            return self._end
-        return after
-
-    def take(self, start: Position, end: Position) -> list[Piece]:
-        """The pieces of the batch ``(start, end]``, in order."""
-        return [block.piece for block in self._blocks if start < block.end <= end]
-
-    def release(self, end: Position) -> None:
-        """Forget blocks up to ``end``, which Spark has committed."""
-        while self._blocks and self._blocks[0].end <= end:
-            self.bytes -= self._blocks.popleft().size
+_HEADER = 25  # of XLogData: kind, start, end, time
 
 
 class WalReader:
@@ -373,7 +175,7 @@ class WalReader:
         return True
 
     def _send_status(self, flushed: int, ask_reply: bool) -> None:
-        now = int(time.time() * 1e6) - _EPOCH_2000
+        now = int(time.time() * 1e6) - EPOCH_2000
         position = max(self._buffer.position, flushed)
         self._connection.put_copy_data(struct.pack(">cqqqqB", b"r", position, flushed, flushed, now, ask_reply))
         self._connection.flush()

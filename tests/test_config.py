@@ -1,0 +1,128 @@
+"""The pipeline file: what it says, and that everything wrong in it is refused with its path, value and remedy."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from airflow_cdc_provider.engine.config import Pipeline, TableRule, connection_uri
+from airflow_cdc_provider.engine.errors import ConfigError
+
+DOCUMENT: dict[str, Any] = {
+    "pipeline": "shop",
+    "source": {"type": "postgres", "dsn": "postgresql://cdc@db:5432/shop", "tables": ["public.orders"]},
+    "sink": {"type": "postgres", "dsn": "postgresql://cdc@dw:5432/dw"},
+    "state": "file:///var/lib/airflow-cdc/shop",
+}
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    """The document with values at dotted paths changed; ``None`` removes a key."""
+    result = copy.deepcopy(DOCUMENT)
+    for path, value in changes.items():
+        *parents, key = path.split("__")
+        section = result
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        if value is None:
+            section.pop(key, None)
+        else:
+            section[key] = value
+    return result
+
+
+def test_defaults() -> None:
+    pipeline = Pipeline.parse(DOCUMENT)
+    assert (pipeline.source.slot, pipeline.source.publication) == ("airflow_cdc_shop", "airflow_cdc_shop")
+    assert (pipeline.sink.mode, pipeline.sink.schema) == ("mirror", "{schema}")
+    assert (pipeline.stream.trigger, pipeline.stream.max_batch_bytes, pipeline.stream.heartbeat) == (
+        2.0,
+        64 << 20,
+        10.0,
+    )
+    assert pipeline.spark.master == "local[2]"
+
+
+def test_units() -> None:
+    stream = {"trigger": "500 ms", "max_batch_bytes": "8MiB", "heartbeat": "1 minute"}
+    pipeline = Pipeline.parse(document(stream=stream))
+    assert (pipeline.stream.trigger, pipeline.stream.max_batch_bytes, pipeline.stream.heartbeat) == (0.5, 8 << 20, 60.0)
+
+
+def test_table_rules() -> None:
+    tables = ["public.orders", "sales.*", {"table": "public.events", "columns": ["id", "at"], "where": "id > 0"}]
+    assert Pipeline.parse(document(source__tables=tables)).source.tables == (
+        TableRule("public.orders"),
+        TableRule("sales.*"),
+        TableRule("public.events", ("id", "at"), "id > 0"),
+    )
+
+
+def test_variables_and_connections() -> None:
+    changed = document(source__dsn="postgresql://cdc:${PW}@db/shop", sink__dsn=None, sink__conn_id="dw_pg")
+    pipeline = Pipeline.parse(changed, {"PW": "secret", "AIRFLOW_CONN_DW_PG": "postgres://u:p@h:1/d"})
+    assert pipeline.source.dsn == "postgresql://cdc:secret@db/shop"
+    assert pipeline.sink.dsn == "postgresql://u:p@h:1/d"
+    assert "secret" not in repr(pipeline)
+
+
+def test_a_connection_may_be_json() -> None:
+    connection = {"conn_type": "postgres", "login": "me@x", "password": "p/w", "host": "h", "port": 5, "schema": "d"}
+    assert connection_uri(json.dumps(connection)) == "postgresql://me%40x:p%2Fw@h:5/d"
+    assert connection_uri(json.dumps(connection | {"extra": {"sslmode": "require"}})).endswith("/d?sslmode=require")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline": "Shop!"}, ["pipeline", "'Shop!'", "a-z"]),
+        ({"pipeline": None}, ["pipeline", "missing"]),
+        ({"state": None}, ["state", "missing"]),
+        ({"source__dsn": None}, ["source.dsn", "missing"]),
+        ({"source__tables": []}, ["source.tables", "list"]),
+        ({"source__tables": ["orders"]}, ["source.tables", "schema.table"]),
+        ({"source__type": "oracle"}, ["source.type", "'oracle'", "postgres"]),
+        ({"source__slot": "Über"}, ["source.slot", "Über"]),
+        ({"sink__mode": "upsert"}, ["sink.mode", "'upsert'", "mirror, changelog"]),
+        ({"sink__conn_id": "x"}, ["sink", "both dsn and conn_id"]),
+        ({"snapshot": {"chunk_rows": 0}}, ["snapshot.chunk_rows", "0", "from 1 on"]),
+        ({"snapshot": {"chunk_rows": True}}, ["snapshot.chunk_rows", "True"]),
+        ({"stream": {"trigger": "soon"}}, ["stream.trigger", "'soon'", "2 seconds"]),
+        ({"stream": {"heartbeat": 0}}, ["stream.heartbeat", "above zero"]),
+        ({"stream": {"max_batch_bytes": "64MB"}}, ["stream.max_batch_bytes", "64MiB"]),
+        ({"stream": {"batch": 1}}, ["stream.batch", "unknown key", "heartbeat"]),
+        ({"sinks": {}}, ["sinks", "unknown key"]),
+        ({"spark": []}, ["spark", "mapping"]),
+    ],
+)
+def test_what_is_wrong_is_refused(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Pipeline.parse(document(**changes))
+    text = f"{refused.value.message} {refused.value.solution}"
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    "dsn", ["nonsense:hunter2", "postgresql://u:hunter2@h", "mysql://u:hunter2@h/d", "postgresql://u:hunter2@h:x/d"]
+)
+def test_a_bad_dsn_is_not_repeated(dsn: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Pipeline.parse(document(source__dsn=dsn))
+    assert "source.dsn" in refused.value.message
+    assert "hunter2" not in f"{refused.value} {refused.value.solution} {refused.value.__cause__!r}"
+
+
+def test_an_unset_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="NOWHERE"):
+        Pipeline.parse(document(state="file://${NOWHERE}/x"), {})
+
+
+def test_a_file_that_is_not_yaml(tmp_path: Any) -> None:
+    (tmp_path / "p.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        Pipeline.load(tmp_path / "p.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Pipeline.load(tmp_path / "none.yaml")

@@ -1,0 +1,209 @@
+"""The buffer's cuts, on made-up messages; the reader and its acknowledgements, on a real slot."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.pgoutput import decode
+from airflow_cdc_provider.engine.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.wal import WalReader
+from tests.conftest import Databases, ServerMaker
+
+UNLIMITED = 1 << 62
+
+RELATION = b"R" + struct.pack(">I", 7) + b"public\0t\0d" + struct.pack(">h", 1) + b"\1id\0" + struct.pack(">Ii", 23, -1)
+
+
+def begin(lsn: int, xid: int) -> bytes:
+    return b"B" + struct.pack(">qqI", lsn, 0, xid)
+
+
+def commit(lsn: int, end: int) -> bytes:
+    return b"C" + struct.pack(">bqqq", 0, lsn, end, 0)
+
+
+def insert(value: int) -> bytes:
+    text = str(value).encode()
+    return b"I" + struct.pack(">I", 7) + b"N" + struct.pack(">h", 1) + b"t" + struct.pack(">i", len(text)) + text
+
+
+def keys(buffer: Buffer, start: Position, end: Position) -> list[tuple[int, int, str]]:
+    """What a batch carries: transaction, sequence and key of each row, in order."""
+    return [
+        (int(xid), int(seq), str(key))
+        for piece in buffer.take(start, end)
+        for changes in decode(piece)
+        for xid, seq, key in zip(changes.xid, changes.seq, changes.new[0].to_pylist(), strict=True)
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20),
+    block_bytes=st.integers(20, 400),
+    limit=st.integers(1, 600),
+    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_row_is_delivered_once_however_the_batches_are_cut(
+    sizes: list[int], block_bytes: int, limit: int, cuts: list[int]
+) -> None:
+    """Transactions of any size, empty ones too, cut at any moment: nothing lost, repeated or out of order."""
+    messages, expected, lsn = [RELATION], [], 100
+    for xid, size in enumerate(sizes, start=1):
+        messages.append(begin(lsn + size, xid))
+        messages += [insert(lsn + row) for row in range(size)]
+        expected += [(xid, row + 1, str(lsn + row)) for row in range(size)]
+        messages.append(commit(lsn + size, lsn + size + 1))
+        lsn += size + 2
+    messages[0:2] = [messages[1], RELATION]  # a relation comes inside a transaction
+    buffer, after, got = Buffer(Position(100), block_bytes), Position(100), []
+    moments = itertools.cycle(cuts)
+    pending = next(moments)
+
+    def drain() -> None:
+        nonlocal after
+        while (end := buffer.cut(after, limit)) != after:
+            assert end > after
+            got.extend(keys(buffer, after, end))
+            buffer.release(end)
+            after = end
+
+    for message in messages:
+        buffer.add(message)
+        pending -= 1
+        if not pending:
+            pending = next(moments)
+            drain()
+    drain()
+    assert got == expected
+    assert after.block == 0
+
+
+def test_a_batch_ends_at_a_commit_unless_one_transaction_exceeds_the_limit() -> None:
+    buffer = Buffer(Position(0), block_bytes=50)
+    for message in [begin(10, 1), RELATION, insert(1), commit(10, 11), begin(90, 2), *map(insert, range(60))]:
+        buffer.add(message)
+    first = buffer.cut(Position(0), limit=300)
+    assert first == Position(11)
+    inside = buffer.cut(first, limit=300)
+    assert inside.lsn == 11
+    assert inside.block > 0
+    assert buffer.cut(first, limit=UNLIMITED) == first  # below the limit: wait for the commit
+    buffer.add(commit(90, 91))
+    assert buffer.cut(inside, limit=UNLIMITED) == Position(91)
+
+
+def test_an_idle_position_does_not_swallow_what_comes_after_it() -> None:
+    """A keepalive moves the position on; a large transaction that follows is counted from there."""
+    buffer = Buffer(Position(0), block_bytes=40)
+    buffer.keepalive(500)
+    idle = buffer.idle_position(Position(0))
+    assert idle == Position(500)
+    for message in [begin(600, 3), RELATION, *map(insert, range(9))]:
+        buffer.add(message)
+    assert buffer.idle_position(idle) == idle  # a transaction is open
+    inside = buffer.cut(idle, limit=1)
+    assert inside > idle
+    buffer.add(commit(600, 601))
+    end = buffer.cut(inside, limit=UNLIMITED)
+    assert [key for _, _, key in keys(buffer, idle, inside) + keys(buffer, inside, end)] == list("012345678")
+
+
+def test_a_transaction_without_content_only_moves_the_position() -> None:
+    buffer = Buffer(Position(0), block_bytes=1000)
+    for message in [begin(10, 1), commit(10, 11)]:
+        buffer.add(message)
+    assert buffer.bytes == 0
+    assert buffer.cut(Position(0), UNLIMITED) == Position(0)
+    assert buffer.idle_position(Position(0)) == Position(11)
+
+
+@contextmanager
+def slot_reader(dsn: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
+    """A table, a publication, a slot, and a reader on it, with the slot's consistent point."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
+        slot = f"s_{connection.info.dbname}"
+        row = connection.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
+        start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
+    reader = WalReader(dsn, slot, "p", start, **arguments)
+    try:
+        yield reader, start
+    finally:
+        reader.close()
+
+
+def test_the_slot_moves_only_when_told(databases: Databases) -> None:
+    """Keepalives ask for status all the time; none of the answers may acknowledge what nobody has applied."""
+    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+        slot = f"s_{source.info.dbname}"
+        with source.cursor() as cursor:
+            cursor.execute("INSERT INTO public.t SELECT i, 'x' FROM generate_series(1, 1000) i")
+        end = reader.reach(emit_marker(source, "test"))
+        state = read_slot(source, slot)
+        assert state is not None
+        assert state.confirmed_flush_lsn == start
+        assert sum(len(c.op) for piece in reader.take(Position(start), end) for c in decode(piece)) == 1000
+        reader.committed(end)
+        assert await_condition(lambda: read_slot(source, slot).confirmed_flush_lsn == end.lsn, 10)  # type: ignore[union-attr]
+
+
+def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: ServerMaker) -> None:
+    """Back-pressure reaches the server, and status goes out all the same: the connection outlives the timeout."""
+    server: PostgresServer = make_server(settings={"wal_sender_timeout": "2s"})
+    with (
+        slot_reader(server.dsn(), block_bytes=1 << 16, buffer_bytes=1 << 20) as (reader, start),
+        connected(server.dsn()) as source,
+    ):
+        with source.cursor() as cursor:
+            cursor.execute("INSERT INTO public.t SELECT i, repeat('x', 1000) FROM generate_series(1, 30000) i")
+        marker = emit_marker(source, "test")
+        after, total, largest = Position(start), 0, 0
+        reached = reader.reach(marker)
+        assert reached.lsn < marker  # the transaction is larger than the buffer
+        with psycopg.connect(server.dsn(), autocommit=True) as other:
+            other.execute("SELECT pg_sleep(5)")  # longer than two timeouts, with nothing being read
+        while after.lsn < marker:
+            end = reader.cut(after, 1 << 19)
+            if end == after:
+                reader.reach(marker)
+                continue
+            pieces = reader.take(after, end)
+            total += sum(len(c.op) for piece in pieces for c in decode(piece))
+            largest = max(largest, sum(len(piece.data) for piece in pieces))
+            reader.committed(end)
+            after = end
+    assert total == 30000
+    assert largest <= 1 << 20
+
+
+def test_a_stream_that_the_server_ends_says_so(databases: Databases) -> None:
+    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+        with source.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active")
+        with pytest.raises(Exception, match="ended the replication stream"):
+            reader.reach(1 << 60)
+        with pytest.raises(Exception, match="ended the replication stream"):
+            reader.cut(Position(start), UNLIMITED)
+
+
+def test_markers_carry_our_prefix(databases: Databases) -> None:
+    """What the buffer takes for content of ours is what is emitted."""
+    with slot_reader(databases.source) as (reader, start), psycopg.connect(databases.source, autocommit=True) as other:
+        other.execute("SELECT pg_logical_emit_message(true, 'somebody_else', 'x')")
+        with connected(databases.source) as source:
+            end = reader.reach(emit_marker(source, "mine"))
+        (piece,) = reader.take(Position(start), end)
+        assert MESSAGE_PREFIX.encode() in piece.data
