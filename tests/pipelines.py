@@ -395,11 +395,12 @@ def apply_stream(pipeline: Pipeline, until: int, changes: Mapping[str, Any] | No
             "max_batch_bytes": pipeline.stream.max_batch_bytes,
             "heartbeat": pipeline.stream.heartbeat,
         }
-        reader = SlotStreamReader(SourceOptions(**{**options, **(changes or {})}).write())
-        try:
-            _follow(pipeline, job, reader, until)
-        finally:
-            reader.stop()
+        with SourceOptions(**{**options, **(changes or {})}).file() as config:
+            reader = SlotStreamReader(config)
+            try:
+                _follow(pipeline, job, reader, until)
+            finally:
+                reader.stop()
 
 
 def _follow(pipeline: Pipeline, job: StreamJob, reader: SlotStreamReader, until: int) -> None:

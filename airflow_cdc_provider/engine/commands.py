@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from airflow_cdc_provider.engine import preflight as checks
-from airflow_cdc_provider.engine import reread, slot
-from airflow_cdc_provider.engine.catalog import Table, resolve
-from airflow_cdc_provider.engine.chunks import plan
+from airflow_cdc_provider.engine import provisioning, reread, slot
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConfigError, GateClosed
-from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import (
     existing_record,
@@ -26,17 +23,13 @@ from airflow_cdc_provider.engine.run import (
     request_stop,
     run_part,
     sink_of,
-    take_epoch,
 )
-from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 from airflow_cdc_provider.engine.verify import Pair, compare, compare_changelog
 
 Report = Callable[[str, dict[str, Any]], None]
 """Called with a command's name and its progress, about once a second."""
-
-_PROVISIONING = "provisioning.json"
-_REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
 
 
 def _silent(command: str, progress: dict[str, Any]) -> None:
@@ -68,122 +61,15 @@ def findings_dict(finding: checks.Finding) -> dict[str, Any]:
 def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
     """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
 
-    Publication first, then the slot, then the barrier: from there on every transaction that the slot will not stream
-    is visible to every new snapshot, and chunks may be read.
-
     :param takeover: go on although another run is alive.
     """
-    checks.require(checks.preflight(pipeline))
-    state = State(pipeline.state)
-    refuse_second_writer(state, None, takeover)
-    sink, names = sink_of(pipeline), pipeline.source
-    with connected(names.dsn) as source:
-        tables = resolve(source, names.tables, pipeline.sink.mode)
-        record = sink.record()
-        if record is None:
-            _refuse_foreign_slot(source, pipeline, state)
-            identity, consistent = _make_slot(source, pipeline, state, tables)
-            sink.prepare(_targets(pipeline, tables), identity, consistent)
-        else:
-            slot.gate(source, names.slot, names.publication, dict(record.identity), record.applied)
-            added = _added_tables(record, tables)
-            if added:
-                slot.create_publication(source, names.publication, tables)
-                slot.barrier(source)
-                sink.prepare(_targets(pipeline, added), record.identity, record.applied)
-        record = existing_record(pipeline)
-        _plan(source, pipeline, record)
-        epoch = take_epoch(pipeline, state, takeover)
-        state.remove(_PROVISIONING)
-        record = existing_record(pipeline)
-        state.write("ledger.json", _ledger(record))
-        found = slot.read_slot(source, names.slot)
+    record, found = provisioning.provision(pipeline, takeover)
     return {
-        "epoch": epoch,
+        "epoch": record.epoch,
         "consistent_point": format_lsn(record.applied),
         "tables": [target.table.label for target in record.targets],
         "chunks": len(record.chunks),
-        **({} if found is None else found.as_dict()),
-    }
-
-
-def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
-    """Without a record, a slot of ours can only be what a provisioning left that broke off before its record."""
-    name = pipeline.source.slot
-    found = slot.read_slot(source, name)
-    if found is not None and (found.active or state.read(_PROVISIONING) is None):
-        raise GateClosed(
-            f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r}",
-            f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
-            " another slot name (`source.slot`).",
-        )
-
-
-def _make_slot(
-    source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
-) -> tuple[dict[str, Any], int]:
-    """Make publication and slot anew and pass the barrier; return the source's identity and the consistent point.
-
-    What fails half-way is taken back; what is killed half-way is removed by the next try.
-    """
-    names = pipeline.source
-    state.write(_PROVISIONING, {"slot": names.slot})
-    slot.drop_slot(source, names.slot)
-    created = slot.create_publication(source, names.publication, tables)
-    try:
-        consistent = slot.create_slot(source, names.slot)
-        slot.barrier(source)
-    except CdcError:
-        slot.drop_slot(source, names.slot)
-        if created:
-            slot.drop_publication(source, names.publication)
-        state.remove(_PROVISIONING)
-        raise
-    return slot.read_identity(source, names.slot, names.publication).to_dict(), consistent
-
-
-def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
-    return [Target(table, *checks.target_of(pipeline, table)) for table in tables]
-
-
-def _added_tables(record: Record, tables: Sequence[Table]) -> list[Table]:
-    """Tables that the file has gained; any other difference to what was recorded is refused."""
-    recorded = {target.table.label: target.table for target in record.targets}
-    gone = sorted(recorded.keys() - {table.label for table in tables})
-    if gone:
-        raise ConfigError(
-            f"source.tables no longer covers {', '.join(gone)}, which this pipeline captures",
-            "Put the tables back, or drop the pipeline and provision it again without them.",
-        )
-    changed = [table.label for table in tables if recorded.get(table.label, table) != table]
-    if changed:
-        raise CannotFollow(
-            f"the definition of {', '.join(changed)} has changed since it was captured",
-            f"Change the target tables alike. {_REPAIR}",
-        )
-    return [table for table in tables if table.label not in recorded]
-
-
-def _plan(source: Connection, pipeline: Pipeline, record: Record) -> None:
-    """Plan chunks for tables that have none."""
-    if pipeline.snapshot.mode == "never":
-        return
-    planned = {c.chunk.table for c in record.chunks}
-    sink = sink_of(pipeline)
-    for target in record.targets:
-        if target.table.label not in planned:
-            sink.plan(plan(source, target.table, pipeline.snapshot.chunk_rows))
-    failpoint("plan-written")
-
-
-def _ledger(record: Record) -> dict[str, Any]:
-    """The copy of the chunk ledger that stands in the state."""
-    return {
-        "chunks": [
-            {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
-            for c in record.chunks
-            if c.keys is None
-        ]
+        **found.as_dict(),
     }
 
 
@@ -220,7 +106,7 @@ def snapshot(
 
         with spark_session(pipeline, "snapshot") as spark:
             progress = copy_chunks(spark, run, record, chunks, tell)
-        run.state.write("ledger.json", _ledger(existing_record(pipeline)))
+        run.state.write("ledger.json", provisioning.ledger(existing_record(pipeline)))
         return _rate(progress.__dict__, progress.rows)
 
 
@@ -400,7 +286,8 @@ def resnapshot(
     if everything == bool(tables) or (everything and where):
         raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
     if everything:
-        return _start_over(pipeline, takeover, report)
+        provisioning.start_over(pipeline, takeover)
+        return {"requested": None, "rows": snapshot(pipeline, report=report)["rows"]}
     state, record = State(pipeline.state), existing_record(pipeline)
     for label in tables:
         reread.target_of(record, label)
@@ -410,23 +297,6 @@ def resnapshot(
     with run_part(pipeline, "resnapshot", None, takeover) as (run, record):
         rows = sum(reread.read_again(run, record, label, where) for label in tables)
     return {"requested": None, "rows": rows}
-
-
-def _start_over(pipeline: Pipeline, takeover: bool, report: Report) -> dict[str, Any]:
-    """Recreate publication and slot, then read every table again, each as one unit: readers see no hole."""
-    state, sink = State(pipeline.state), sink_of(pipeline)
-    existing_record(pipeline)
-    take_epoch(pipeline, state, takeover)
-    with connected(pipeline.source.dsn) as source:
-        tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
-        slot.drop_slot(source, pipeline.source.slot)
-        slot.drop_publication(source, pipeline.source.publication)
-        identity, consistent = _make_slot(source, pipeline, state, tables)
-        sink.restart(_targets(pipeline, tables), identity, consistent)
-    state.remove("checkpoint")
-    state.remove(_PROVISIONING)
-    copied = snapshot(pipeline, report=report)
-    return {"requested": None, "rows": copied["rows"]}
 
 
 def drop(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:

@@ -143,21 +143,12 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     :raises GateClosed: when the source cannot continue the sink's record.
     """
     state = State(pipeline.state)
-    record = existing_record(pipeline)
-    if epoch is None:
-        epoch = take_epoch(pipeline, state, takeover)
-    else:
-        refuse_second_writer(state, part, takeover)
-        if record.epoch != epoch:
-            raise Fenced(
-                f"this is a part of the run with epoch {epoch}, but pipeline {pipeline.name!r} is at epoch"
-                f" {record.epoch}: another run has taken over",
-                "Nothing to do if the other run is meant; otherwise start a new run.",
-            )
-    with connected(pipeline.source.dsn) as source:
-        gate(source, pipeline.source.slot, pipeline.source.publication, dict(record.identity), record.applied)
-    record = existing_record(pipeline)
-    run = Run(pipeline, state, part, epoch)
+    try:
+        record = _enter(pipeline, state, part, epoch, takeover)
+    except CdcError as e:
+        record_error(state, e)
+        raise
+    run = Run(pipeline, state, part, record.epoch)
     state.remove(_ERROR)
     run.beat()
     thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)
@@ -173,6 +164,24 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
             thread.join()
             with contextlib.suppress(CdcError):  # the part's own error, if any, says more
                 run.beat(ended=True)
+
+
+def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeover: bool) -> Record:
+    """Take or check the epoch, pass the gate, and return the record."""
+    record = existing_record(pipeline)
+    if epoch is None:
+        take_epoch(pipeline, state, takeover)
+    else:
+        refuse_second_writer(state, part, takeover)
+        if record.epoch != epoch:
+            raise Fenced(
+                f"this is a part of the run with epoch {epoch}, but pipeline {pipeline.name!r} is at epoch"
+                f" {record.epoch}: another run has taken over",
+                "Nothing to do if the other run is meant; otherwise start a new run.",
+            )
+    with connected(pipeline.source.dsn) as source:
+        gate(source, pipeline.source.slot, pipeline.source.publication, dict(record.identity), record.applied)
+    return existing_record(pipeline)
 
 
 def record_error(state: State, error: CdcError) -> None:

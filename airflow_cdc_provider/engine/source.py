@@ -26,6 +26,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,22 +67,23 @@ class SourceOptions:
     max_batch_bytes: int
     heartbeat: float
 
-    def write(self) -> str:
-        """Write the options to a private temporary file and return its path."""
-        directory = Path(tempfile.mkdtemp(prefix="airflow-cdc-"))
-        path = directory / "source.json"
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        return str(path)
+    @contextmanager
+    def file(self) -> Iterator[str]:
+        """The path of a private temporary file with the options, which goes with the block."""
+        with tempfile.TemporaryDirectory(prefix="airflow-cdc-") as directory:
+            path = Path(directory) / "source.json"
+            path.touch(mode=0o600)
+            path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            yield str(path)
 
     @classmethod
     def read(cls, path: str) -> SourceOptions:
-        """Read the options that :meth:`write` wrote."""
+        """Read the options from a file that :meth:`file` made."""
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 class PostgresCdcSource(DataSource):
-    """Registers as ``postgres_cdc``; its option ``config`` is the path that :meth:`SourceOptions.write` returned."""
+    """Registers as ``postgres_cdc``; its option ``config`` is a path from :meth:`SourceOptions.file`."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)

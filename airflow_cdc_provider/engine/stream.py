@@ -136,7 +136,10 @@ class StreamJob:
         :returns: what was done. Ends early when the run is asked to stop.
         :raises CdcError: when the stream cannot go on.
         """
-        query = self._start()
+        with self._source_options().file() as config:
+            return self._follow(self._start(config), target)
+
+    def _follow(self, query: StreamingQuery, target: int | None) -> StreamProgress:
         beat = time.monotonic()
         try:
             with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
@@ -160,11 +163,9 @@ class StreamJob:
     def _progress(self) -> StreamProgress:
         return StreamProgress(self._applied, self._changes, self._seconds)
 
-    def _start(self) -> StreamingQuery:
-        self._sink.sweep()
-        self._discard_foreign_checkpoint()
+    def _source_options(self) -> SourceOptions:
         pipeline = self._pipeline
-        options = SourceOptions(
+        return SourceOptions(
             pipeline.source.dsn,
             pipeline.source.slot,
             pipeline.source.publication,
@@ -172,13 +173,17 @@ class StreamJob:
             pipeline.stream.max_batch_bytes,
             pipeline.stream.heartbeat,
         )
+
+    def _start(self, config: str) -> StreamingQuery:
+        self._sink.sweep()
+        self._discard_foreign_checkpoint()
         self._spark.dataSource.register(PostgresCdcSource)
-        pieces = self._spark.readStream.format("postgres_cdc").option("config", options.write()).load()
+        pieces = self._spark.readStream.format("postgres_cdc").option("config", config).load()
         return (
-            pieces.writeStream.queryName(f"airflow-cdc {pipeline.name}")
+            pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
             .foreachBatch(self._batch)
             .option("checkpointLocation", self._run.state.checkpoint_url)
-            .trigger(processingTime=f"{int(pipeline.stream.trigger * 1000)} milliseconds")
+            .trigger(processingTime=f"{int(self._pipeline.stream.trigger * 1000)} milliseconds")
             .start()
         )
 

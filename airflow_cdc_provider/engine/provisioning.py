@@ -1,0 +1,159 @@
+"""Making a pipeline ready: publication, slot, barrier, target tables, commit record, plan.
+
+Publication first, then the slot, then the barrier: from there on every transaction
+that the slot will not stream is visible to every new snapshot, and chunks may be
+read. The commit record comes after the slot, with the slot's consistent point as
+applied LSN. What is found in place is verified, not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from airflow_cdc_provider.engine import preflight as checks
+from airflow_cdc_provider.engine import slot
+from airflow_cdc_provider.engine.catalog import Table, resolve
+from airflow_cdc_provider.engine.chunks import plan
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import Connection, connected
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.run import existing_record, refuse_second_writer, sink_of, take_epoch
+from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.state import State
+
+_PROVISIONING = "provisioning.json"
+_REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
+
+
+def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotState]:
+    """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
+
+    :returns: the commit record and the slot.
+    :raises CdcError: when something stands in the way; then nothing has been changed.
+    """
+    checks.require(checks.preflight(pipeline))
+    state = State(pipeline.state)
+    refuse_second_writer(state, None, takeover)
+    sink, names = sink_of(pipeline), pipeline.source
+    with connected(names.dsn) as source:
+        tables = resolve(source, names.tables, pipeline.sink.mode)
+        record = sink.record()
+        if record is None:
+            _refuse_foreign_slot(source, pipeline, state)
+            identity, consistent = _make_slot(source, pipeline, state, tables)
+            sink.prepare(_targets(pipeline, tables), identity, consistent)
+        else:
+            slot.gate(source, names.slot, names.publication, dict(record.identity), record.applied)
+            added = _added_tables(record, tables)
+            if added:
+                slot.create_publication(source, names.publication, tables)
+                slot.barrier(source)
+                sink.prepare(_targets(pipeline, added), record.identity, record.applied)
+        record = existing_record(pipeline)
+        _plan(source, pipeline, record)
+        take_epoch(pipeline, state, takeover)
+        state.remove(_PROVISIONING)
+        record = existing_record(pipeline)
+        state.write("ledger.json", ledger(record))
+        found = slot.gate(source, names.slot, names.publication, dict(record.identity), record.applied)
+    return record, found
+
+
+def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
+    """Without a record, a slot of ours can only be what a provisioning left that broke off before its record."""
+    name = pipeline.source.slot
+    found = slot.read_slot(source, name)
+    if found is not None and (found.active or state.read(_PROVISIONING) is None):
+        raise GateClosed(
+            f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r}",
+            f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
+            " another slot name (`source.slot`).",
+        )
+
+
+def _make_slot(
+    source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
+) -> tuple[dict[str, Any], int]:
+    """Make publication and slot anew and pass the barrier; return the source's identity and the consistent point.
+
+    What fails half-way is taken back; what is killed half-way is removed by the next try.
+    """
+    names = pipeline.source
+    state.write(_PROVISIONING, {"slot": names.slot})
+    slot.drop_slot(source, names.slot)
+    created = slot.create_publication(source, names.publication, tables)
+    try:
+        consistent = slot.create_slot(source, names.slot)
+        slot.barrier(source)
+    except CdcError:
+        slot.drop_slot(source, names.slot)
+        if created:
+            slot.drop_publication(source, names.publication)
+        state.remove(_PROVISIONING)
+        raise
+    return slot.read_identity(source, names.slot, names.publication).to_dict(), consistent
+
+
+def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
+    return [Target(table, *checks.target_of(pipeline, table)) for table in tables]
+
+
+def _added_tables(record: Record, tables: Sequence[Table]) -> list[Table]:
+    """Tables that the file has gained; any other difference to what was recorded is refused."""
+    recorded = {target.table.label: target.table for target in record.targets}
+    gone = sorted(recorded.keys() - {table.label for table in tables})
+    if gone:
+        raise ConfigError(
+            f"source.tables no longer covers {', '.join(gone)}, which this pipeline captures",
+            "Put the tables back, or drop the pipeline and provision it again without them.",
+        )
+    changed = [table.label for table in tables if recorded.get(table.label, table) != table]
+    if changed:
+        raise CannotFollow(
+            f"the definition of {', '.join(changed)} has changed since it was captured",
+            f"Change the target tables alike. {_REPAIR}",
+        )
+    return [table for table in tables if table.label not in recorded]
+
+
+def _plan(source: Connection, pipeline: Pipeline, record: Record) -> None:
+    """Plan chunks for tables that have none."""
+    if pipeline.snapshot.mode == "never":
+        return
+    planned = {c.chunk.table for c in record.chunks}
+    sink = sink_of(pipeline)
+    for target in record.targets:
+        if target.table.label not in planned:
+            sink.plan(plan(source, target.table, pipeline.snapshot.chunk_rows))
+    failpoint("plan-written")
+
+
+def ledger(record: Record) -> dict[str, Any]:
+    """The copy of the chunk ledger that stands in the state."""
+    return {
+        "chunks": [
+            {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
+            for c in record.chunks
+            if c.keys is None
+        ]
+    }
+
+
+def start_over(pipeline: Pipeline, takeover: bool) -> None:
+    """Recreate publication and slot, and plan every table as one chunk that replaces it: readers see no hole.
+
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
+    """
+    state, sink = State(pipeline.state), sink_of(pipeline)
+    existing_record(pipeline)
+    take_epoch(pipeline, state, takeover)
+    with connected(pipeline.source.dsn) as source:
+        tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        slot.drop_slot(source, pipeline.source.slot)
+        slot.drop_publication(source, pipeline.source.publication)
+        identity, consistent = _make_slot(source, pipeline, state, tables)
+        sink.restart(_targets(pipeline, tables), identity, consistent)
+    state.remove("checkpoint")
+    state.remove(_PROVISIONING)
