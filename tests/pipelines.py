@@ -116,11 +116,12 @@ class Command:
         return "\n".join(file.read_text(encoding="utf-8", errors="replace")[-4000:] for file in self._files)
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of its session: Python workers leave the process group, but not the session."""
+        """All living processes of its session: Python workers leave the process group, but not the session."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(process.pid) == self.process.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+                # Orphans may stay zombies where nobody collects them.
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -134,12 +135,17 @@ class Command:
 
     def kill(self) -> None:
         """Kill the driver, its JVM and all Python workers, as the end of the machine would."""
-        for process in (family := self.processes()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.kill()
+
+        def dead() -> bool:
+            # Again and again, as one that is being killed may just have started another.
+            family = self.processes()
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return not family
+
+        assert await_condition(dead, SECONDS), f"{self.title} cannot be killed"
         self.process.wait()
-        psutil.wait_procs(family, timeout=SECONDS)
 
     def terminate(self) -> None:
         """Ask the driver alone to end, as an orchestrator does."""

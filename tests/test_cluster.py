@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sysconfig
 import threading
@@ -23,12 +24,15 @@ import pyspark
 import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition, end_guard, find_free_port, start_guard
+from airflow_cdc_provider.engine import job
+from airflow_cdc_provider.engine.session import engine_zip
 from tests.conftest import Databases
 from tests.pipelines import SPARK_CONF, PipelineUnderTest, execute
 
 pytestmark = pytest.mark.spark
 
 PACKAGE = "airflow_cdc_provider"
+SPARK_HOME = Path(pyspark.__file__).parent
 DRIVER_ONLY = "TEST_DRIVER_DIRECTORY"
 
 # Runs when an executor's Python starts. The driver's own Python processes, which may read there, lack the variable.
@@ -98,13 +102,14 @@ def make_python(directory: Path, *without: str) -> Path:
 @contextmanager
 def spark_process(name: str, directory: Path, *arguments: str, **environment: str) -> Iterator[None]:
     """A master or worker of a standalone cluster."""
-    home = Path(pyspark.__file__).parent
     directory.mkdir()
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))}
-    settings = {"SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_MEMORY": "256m"}
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))
+    }
+    settings = {"SPARK_HOME": str(SPARK_HOME), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_MEMORY": "256m"}
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
-            [home / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
+            [SPARK_HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
             cwd=directory,
             env={**inherited, **settings, "TMPDIR": str(directory), **environment},
             stdin=subprocess.DEVNULL,
@@ -144,9 +149,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         stack.enter_context(spark_process("master.Master", root / "master", *start))
         for worker in workers:
             size = ["--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", str(worker)]
-            stack.enter_context(
-                spark_process("worker.Worker", worker, *size, master, **{DRIVER_ONLY: str(driver)})
-            )
+            stack.enter_context(spark_process("worker.Worker", worker, *size, master, **{DRIVER_ONLY: str(driver)}))
         assert await_condition(lambda: alive_workers(web) == len(workers), 60, 0.2), "the workers did not register"
         yield Cluster(master, workers, driver)
 
@@ -205,6 +208,27 @@ def test_executors_get_the_engine_from_the_driver(
     assert verified["equal"]
     assert [table["source_rows"] > 4000 for table in verified["tables"]] == [True, True]
     assert all(count >= started + 3 for count, started in zip(cluster.executors(), before, strict=True))
+
+
+def test_a_driver_gets_the_engine_from_spark_submit(
+    cluster: Cluster, pipeline: PipelineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", str(make_python(tmp_path / "python")))
+    application = shutil.copy(job.__file__, pipeline.directory / "application.py")
+    conf = pipeline.document["spark"]["conf"].items()
+    done = subprocess.run(
+        [SPARK_HOME / "bin" / "spark-submit", "--master", cluster.master]
+        + [option for name, value in conf for option in ("--conf", f"{name}={value}")]
+        + ["--py-files", engine_zip(pipeline.directory), application, "run", "--pipeline", pipeline.file],
+        cwd=pipeline.directory,
+        env={**os.environ, "SPARK_HOME": str(SPARK_HOME)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    pipeline.assert_verified()
 
 
 @pytest.mark.parametrize("library", ["adbc_driver_postgresql", "yaml"])

@@ -15,7 +15,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,26 +164,7 @@ def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
     """Start everything, run the Dag, judge the result, stop everything."""
     screen.print(f"{INTRODUCTION}\n")
     with ExitStack() as started:
-        source = start_server(started, directory / "source", "shop")
-        target = start_server(started, directory / "target", "warehouse")
-        screen.say(f"Two Postgres {POSTGRES} servers run: source on port {source.port}, target on {target.port}.")
-        rows = load_shop(source.dsn("shop"))
-        screen.say(f"The shop is loaded: {rows:,} rows in {len(shop.TABLES)} tables.")
-        databases = {
-            "AIRFLOW_CONN_SHOP_SOURCE": source.dsn("shop"),
-            "AIRFLOW_CONN_SHOP_TARGET": target.dsn("warehouse"),
-        }
-        spark = {"AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"})}
-        airflow = started.enter_context(AirflowStack(directory / "airflow", DAGS, databases | spark))
-        screen.say(f"Airflow runs at {airflow.base_url} (no login needed).")
-        path = write_pipeline(directory)
-        screen.print(f"\n{path}:\n\n{path.read_text()}")
-        writers = started.enter_context(shop.Writers(source.dsn("shop"), TRANSACTIONS_PER_SECOND))
-        screen.say(f"Customers buy: {TRANSACTIONS_PER_SECOND:.0f} transactions a second, until the copy has caught up.")
-        pipeline = Pipeline.load(path, databases)
-        run_id = airflow.trigger(DAG, {"pipeline": str(path), "until": "stopped", "groups": GROUPS})
-        screen.say(f"The Dag {DAG} is triggered: preflight, provision, plan, snapshot, stream, verify.")
-        run = DagRun(airflow, pipeline, writers, screen, run_id)
+        run = begin(started, directory, screen)
         try:
             succeeded = judge(run, *follow(run))
         except CdcError as error:
@@ -191,8 +173,32 @@ def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
             tell_failure(screen, error)
             succeeded = False
         if keep:
-            keep_running(screen, airflow.base_url, databases.values())
+            keep_running(run)
     return 0 if succeeded else 1
+
+
+def begin(started: ExitStack, directory: Path, screen: Screen) -> DagRun:
+    """Start servers, Airflow and writers, and trigger the Dag."""
+    source = start_server(started, directory / "source", "shop")
+    target = start_server(started, directory / "target", "warehouse")
+    screen.say(f"Two Postgres {POSTGRES} servers run: source on port {source.port}, target on port {target.port}.")
+    databases = {
+        "AIRFLOW_CONN_SHOP_SOURCE": source.dsn("shop"),
+        "AIRFLOW_CONN_SHOP_TARGET": target.dsn("warehouse"),
+    }
+    spark = {"AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"})}
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load_shop, source.dsn("shop"), screen)
+        airflow = started.enter_context(AirflowStack(directory / "airflow", DAGS, databases | spark))
+        loading.result()
+    screen.say(f"Airflow runs at {airflow.base_url} (no login needed).")
+    path = write_pipeline(directory)
+    screen.print(f"\n{path}:\n\n{path.read_text(encoding='utf-8')}")
+    writers = started.enter_context(shop.Writers(source.dsn("shop"), TRANSACTIONS_PER_SECOND))
+    screen.say(f"Customers buy from here on: {TRANSACTIONS_PER_SECOND:.0f} transactions a second.")
+    run_id = airflow.trigger(DAG, {"pipeline": str(path), "until": "stopped", "groups": GROUPS})
+    screen.say(f"The Dag {DAG} is triggered: preflight, provision, plan, snapshot, stream, verify.")
+    return DagRun(airflow, Pipeline.load(path, databases), writers, screen, run_id)
 
 
 def start_server(started: ExitStack, directory: Path, database: str) -> PostgresServer:
@@ -205,11 +211,11 @@ def start_server(started: ExitStack, directory: Path, database: str) -> Postgres
     return server
 
 
-def load_shop(dsn: str) -> int:
-    """Create and fill the shop's tables; the number of rows."""
+def load_shop(dsn: str, screen: Screen) -> None:
+    """Create and fill the shop's tables."""
     with psycopg.connect(dsn) as connection:
         shop.create_schema(connection)
-    return shop.load(dsn)
+    screen.say(f"The shop is loaded: {shop.load(dsn):,} rows in {len(shop.TABLES)} tables.")
 
 
 def write_pipeline(directory: Path) -> Path:
@@ -227,7 +233,7 @@ def follow(run: DagRun) -> tuple[Moment, Moment]:
     copied = run.until("the snapshot", lambda moment: moment.copied)
     say(f"The snapshot is finished: {copied.chunks[1]} chunks. The stream applies what was changed meanwhile.")
     run.until("a consistent copy", lambda moment: moment.live)
-    say("The copy is consistent: each time somebody reads it, it is what the source was a moment before.")
+    say("The copy is consistent: from here on it is, at any time, what the source was a moment before.")
     live_until = run.screen.seconds + LIVE_SECONDS
     run.until("some time live", lambda moment: run.screen.seconds >= live_until)
     run.writers.stop()
@@ -265,9 +271,10 @@ def tell_failure(screen: Screen, error: CdcError) -> None:
     screen.say(f"FAILED. {error.message}\n{error.solution}")
 
 
-def keep_running(screen: Screen, url: str, dsns: Iterable[str]) -> None:
+def keep_running(run: DagRun) -> None:
     """Leave everything up until the user has seen enough."""
-    screen.print("\n".join(["", f"Still running: Airflow at {url}, Postgres at", *dsns, "Ctrl-C stops it all."]))
+    servers = f"source   {run.pipeline.source.dsn}\ntarget   {run.pipeline.sink.dsn}"
+    run.screen.print(f"\nAirflow  {run.airflow.base_url}\n{servers}\n\nAll of it runs until you press Ctrl-C.")
     with suppress(KeyboardInterrupt):
         signal.pause()
 

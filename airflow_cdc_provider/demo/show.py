@@ -15,8 +15,14 @@ from airflow_cdc_provider.engine.table import human_bytes, text_table
 
 QUIET_SECONDS = 10.0
 
-# What a task is in while it has work before it; the others have not begun or are over.
-BUSY_STATES = ("queued", "running", "up_for_retry", "up_for_reschedule", "restarting", "deferred")
+# What a task is in while it has work before it, and what to call that; the others have not begun or are over.
+BUSY_STATES: Mapping[str | None, str] = {
+    "queued": " (queued)",
+    "running": "",
+    # A sensor waits between two looks.
+    "up_for_reschedule": "",
+    "up_for_retry": " (to be tried again)",
+}
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,9 @@ class Moment:
 
     @property
     def activity(self) -> str:
-        """The tasks at work, for example ``stream, slot_progress (up for reschedule)``."""
-        busy = Counter((task["task_id"], task["state"]) for task in self.tasks if task["state"] in BUSY_STATES)
-        return ", ".join(
-            task + (f" ×{count}" if count > 1 else "") + (f" ({state.replace('_', ' ')})" if state != "running" else "")
-            for (task, state), count in busy.items()
-            if state is not None
-        )
+        """The tasks at work, for example ``snapshot ×2``."""
+        names = [task["task_id"] + BUSY_STATES[task["state"]] for task in self.tasks if task["state"] in BUSY_STATES]
+        return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in Counter(names).items())
 
 
 class Screen:

@@ -9,7 +9,7 @@ them types.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -50,12 +50,12 @@ class TableFilter:
 
     bounds: tuple[tuple[str, ...], ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
-    reread: Mapping[tuple[str, ...], Snapshot] | None = None
+    reread: Mapping[tuple[str, ...], Snapshot] = field(default_factory=dict)
 
     @property
     def all_snapshots(self) -> tuple[Snapshot, ...]:
         """Of chunks and re-reads: a truncate that any of them sees must not remove what was read after it."""
-        return self.snapshots + tuple(set((self.reread or {}).values()))
+        return self.snapshots + tuple(set(self.reread.values()))
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import os
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
+from zipimport import zipimporter
 
+from pyspark import SparkContext, SparkFiles
 from pyspark.sql import SparkSession
 
 import airflow_cdc_provider
@@ -63,12 +64,22 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
         ) from e
     try:
         with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
-            if not str(spark.sparkContext.master).startswith("local"):
-                spark.sparkContext.addPyFile(str(engine_zip(Path(directory))))
             check_executors(spark)
+            _ship_engine(spark.sparkContext, Path(directory))
             yield spark
     finally:
         spark.stop()
+
+
+def _ship_engine(context: SparkContext, directory: Path) -> None:
+    """Let executors, and the Python processes that Spark starts beside the driver, import the engine."""
+    came_in_zip = isinstance(airflow_cdc_provider.__loader__, zipimporter)  # by --py-files, so Spark has shipped it
+    if not came_in_zip and not str(context.master).startswith("local"):
+        context.addPyFile(str(engine_zip(directory)))
+    # Spark 4.2 makes the process of a streaming source look for shipped files in a folder that it never fills.
+    sources = Path(SparkFiles.getRootDirectory()) / "streaming_job"
+    if not sources.exists():
+        sources.symlink_to(".", target_is_directory=True)
 
 
 def engine_zip(directory: Path) -> Path:
@@ -86,21 +97,33 @@ def check_executors(spark: SparkSession) -> None:
 
     :raises SparkUnusable: naming what is missing.
     """
-    slots = max(1, min(8, spark.sparkContext.defaultParallelism))
-    missing = spark.sparkContext.parallelize(range(slots), slots).flatMap(_missing_libraries).distinct().collect()
+    context = spark.sparkContext
+    slots = max(1, min(8, context.defaultParallelism))
+    missing = context.parallelize(range(slots), slots).flatMap(_import_check(_LIBRARIES)).distinct().collect()
     if missing:
         raise SparkUnusable(
-            f"Spark's executors on {spark.sparkContext.master} lack: {', '.join(sorted(missing))}",
+            f"Spark's executors on {context.master} lack: {', '.join(sorted(missing))}",
             f"Install them into the executors' Python ({os.environ['PYSPARK_PYTHON']} by default, see PYSPARK_PYTHON),"
             " or ship an environment with spark.archives.",
         )
 
 
-def _missing_libraries(_: int) -> list[str]:
-    missing = []
-    for name in _LIBRARIES:
-        try:
-            import_module(name)
-        except ImportError:
-            missing.append(name)
+def _import_check(libraries: tuple[str, ...]) -> Callable[[int], list[str]]:
+    """A task that tries to import ``libraries``.
+
+    A function within a function is shipped by its code, not by its name: to import this module, executors would need
+    what they are asked for.
+    """
+
+    def missing(_: int) -> list[str]:
+        from importlib import import_module
+
+        found = []
+        for name in libraries:
+            try:
+                import_module(name)
+            except ImportError:
+                found.append(name)
+        return found
+
     return missing

@@ -324,25 +324,25 @@ class StreamJob:
 
 
 def _open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
-    """The chunk filters that still matter: a chunk sees nothing that committed after its H."""
+    """The filters that still matter: a read sees nothing that committed after its H.
+
+    Those that do not must be left out, since transaction ids can be compared only within 2^31 of each other.
+    """
     filters = {}
     for target in record.targets:
-        label = target.table.label
-        records = [c for c in record.chunks if c.chunk.table == label and c.watermark is not None]
-        ranges = sorted((c for c in records if c.keys is None), key=lambda c: c.chunk.index)
-        if not any(c.watermark and c.watermark.high > applied for c in records):
-            continue
-        reread = {
-            key: c.watermark.snapshot
-            for c in records
-            if c.keys is not None and c.watermark is not None and c.watermark.high > applied
-            for key in c.keys
-        }
-        filters[label] = TableFilter(
-            bounds=tuple(c.chunk.lower for c in ranges[1:] if c.chunk.lower is not None),
-            snapshots=tuple(c.watermark.snapshot for c in ranges if c.watermark),
-            reread=reread or None,
-        )
+        read = [
+            (c, c.watermark) for c in record.chunks if c.chunk.table == target.table.label and c.watermark is not None
+        ]
+        ranges = [(c.chunk, watermark) for c, watermark in read if c.keys is None]
+        if not any(watermark.high > applied for _, watermark in ranges):
+            ranges = []
+        reread = {key: watermark.snapshot for c, watermark in read if watermark.high > applied for key in c.keys or ()}
+        if ranges or reread:
+            filters[target.table.label] = TableFilter(
+                bounds=tuple(chunk.lower for chunk, _ in ranges if chunk.lower is not None),
+                snapshots=tuple(watermark.snapshot for _, watermark in ranges),
+                reread=reread,
+            )
     return filters
 
 
