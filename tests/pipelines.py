@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.run import existing_record, run_part
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
 from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
-from airflow_cdc_provider.engine.source import SlotStreamReader, SourceOptions
+from airflow_cdc_provider.engine.source import SlotStreamReader
 from airflow_cdc_provider.engine.stream import StreamJob
 from tests.conftest import Databases
 
@@ -327,10 +327,12 @@ def query_rows(dsn: str, query: str) -> list[tuple[Any, ...]]:
 
 
 @contextmanager
-def transaction(dsn: str, **settings: str) -> Iterator[psycopg.Connection[Any]]:
+def transaction(dsn: str, *statements: str) -> Iterator[psycopg.Connection[Any]]:
     """A session with an open transaction, which the test ends; rolled back if it does not."""
-    connection = psycopg.connect(dsn, options=" ".join(f"-c {name}={value}" for name, value in settings.items()))
+    connection = psycopg.connect(dsn)
     try:
+        for statement in statements:
+            connection.execute(statement.encode())
         yield connection
     finally:
         connection.close()
@@ -382,26 +384,17 @@ class _Pieces:
         return _Collected(stage(iter(self._batches)))
 
 
-def apply_stream(pipeline: Pipeline, until: int, changes: Mapping[str, Any] | None = None) -> None:
+def apply_stream(pipeline: Pipeline, until: int) -> None:
     """Follow the log until ``until`` is applied and acknowledged: the stream job, without Spark's scheduler.
 
     Gate and epoch, slot reader, cuts, staging, commit and re-reads are the engine's own; what is missing is that
     tasks run elsewhere, and the checkpoint, which is a cursor.
 
     :param until: end LSN of a marker.
-    :param changes: options of the slot reader that differ from the pipeline's.
     """
     with run_part(pipeline, "stream", None) as (run, record):
         job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
-        options: dict[str, Any] = {
-            "dsn": pipeline.source.dsn,
-            "slot": pipeline.source.slot,
-            "publication": pipeline.source.publication,
-            "applied": record.applied,
-            "max_batch_bytes": pipeline.stream.max_batch_bytes,
-            "heartbeat": pipeline.stream.heartbeat,
-        }
-        with SourceOptions(**{**options, **(changes or {})}).file() as config:
+        with job._source_options().file() as config:
             reader = SlotStreamReader(config)
             try:
                 _follow(pipeline, job, reader, until)

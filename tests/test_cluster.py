@@ -29,10 +29,12 @@ from airflow_cdc_provider.engine.session import engine_zip
 from tests.conftest import Databases
 from tests.pipelines import SPARK_CONF, PipelineUnderTest, execute
 
-pytestmark = pytest.mark.spark
+# A cluster is eight Python processes and four JVMs; a busy machine takes minutes.
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 PACKAGE = "airflow_cdc_provider"
 SPARK_HOME = Path(pyspark.__file__).parent
+SECONDS = 240.0
 DRIVER_ONLY = "TEST_DRIVER_DIRECTORY"
 
 # Runs when an executor's Python starts. The driver's own Python processes, which may read there, lack the variable.
@@ -171,7 +173,7 @@ def pipeline(
         directory,
         databases,
         ["public.orders", "public.lines"],
-        snapshot={"chunk_rows": 500},
+        snapshot={"chunk_rows": 1500},
         spark={"master": cluster.master, "conf": conf},
     )
     yield pipeline
@@ -201,13 +203,16 @@ def test_executors_get_the_engine_from_the_driver(
 ) -> None:
     monkeypatch.setenv("PYSPARK_PYTHON", str(make_python(tmp_path / "python")))
     before = cluster.executors()
+    pipeline.provision()
+    command = pipeline.start("run")
     with writing(pipeline.databases.source):
-        pipeline.run("run")
-    pipeline.run("stream", "--until", "caught-up")
+        command.until(lambda: len(pipeline.finished_chunks()) > 1, "a part of the snapshot", SECONDS)
+    outcome = command.wait(SECONDS)
+    assert outcome.code == 0, outcome.stderr[-4000:]
     verified = pipeline.json("verify")
     assert verified["equal"]
     assert [table["source_rows"] > 4000 for table in verified["tables"]] == [True, True]
-    assert all(count >= started + 3 for count, started in zip(cluster.executors(), before, strict=True))
+    assert all(count == started + 2 for count, started in zip(cluster.executors(), before, strict=True))
 
 
 def test_a_driver_gets_the_engine_from_spark_submit(
@@ -215,16 +220,16 @@ def test_a_driver_gets_the_engine_from_spark_submit(
 ) -> None:
     monkeypatch.setenv("PYSPARK_PYTHON", str(make_python(tmp_path / "python")))
     application = shutil.copy(job.__file__, pipeline.directory / "application.py")
-    conf = pipeline.document["spark"]["conf"].items()
+    conf = [f"--conf={name}={value}" for name, value in pipeline.document["spark"]["conf"].items()]
+    command: list[str | Path] = [SPARK_HOME / "bin" / "spark-submit", "--master", cluster.master, *conf]
+    command += ["--py-files", engine_zip(pipeline.directory), application, "run", "--pipeline", pipeline.file]
     done = subprocess.run(
-        [SPARK_HOME / "bin" / "spark-submit", "--master", cluster.master]
-        + [option for name, value in conf for option in ("--conf", f"{name}={value}")]
-        + ["--py-files", engine_zip(pipeline.directory), application, "run", "--pipeline", pipeline.file],
+        command,
         cwd=pipeline.directory,
         env={**os.environ, "SPARK_HOME": str(SPARK_HOME)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -143,7 +143,7 @@ def test_a_mirror(make_pipeline: Any) -> None:
         assert len(pipeline.record.unfinished) > 10
 
         # Killed in the stream, with a unit staged and not committed. The snapshot has gone on where it was.
-        await_own_death(pipeline.start("run", failpoint="before-batch-commit:kill"))
+        kill_when_paused(pipeline.start("run", failpoint="batch-staged:pause"), 1)
         second = pipeline.finished_chunks()
         assert not pipeline.record.unfinished
         assert {key: second[key] for key in first} == first
@@ -263,7 +263,8 @@ def assert_exactly_once(pipeline: PipelineUnderTest) -> None:
     expected = pipeline.source_rows(
         f"WITH chunk (lower, upper, snapshot) AS (VALUES {chunks}), halves AS ("
         f" SELECT *, {half.format('old_id')} AS erased, {half.format('new_id')} AS written FROM public.audit)"
-        " SELECT xid::text::bigint, CASE WHEN op <> 'u' OR erased AND written THEN op WHEN erased THEN 'd' ELSE 'i' END,"
+        " SELECT xid::text::bigint,"
+        " CASE WHEN op <> 'u' OR erased AND written THEN op WHEN erased THEN 'd' ELSE 'i' END,"
         " CASE WHEN written THEN new_id ELSE old_id END FROM halves WHERE erased OR written"
     )
     found = pipeline.target_rows("SELECT _xid, _op::text, id FROM public.t WHERE _op <> 'r'")

@@ -67,8 +67,13 @@ class Moment:
         return bool(self.status["consistent"]) and self.status["state"] == "streaming"
 
     @property
+    def busy(self) -> set[str]:
+        """The tasks at work."""
+        return {task["task_id"] for task in self.tasks if task["state"] in BUSY_STATES}
+
+    @property
     def activity(self) -> str:
-        """The tasks at work, for example ``snapshot ×2``."""
+        """The tasks at work in words, those of a mapped one counted."""
         names = [task["task_id"] + BUSY_STATES[task["state"]] for task in self.tasks if task["state"] in BUSY_STATES]
         return ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in Counter(names).items())
 
@@ -80,8 +85,7 @@ class Screen:
         self._out = out
         self._terminal = out.isatty()
         self._started = time.monotonic()
-        self._activity = ""
-        self._shown = 0.0
+        self._shown: tuple[set[str], float] = (set(), 0.0)
 
     @property
     def seconds(self) -> float:
@@ -104,8 +108,8 @@ class Screen:
             width = shutil.get_terminal_size().columns - 1
             self._out.write(f"{self._erase}{line[:width]}")
             self._out.flush()
-        elif moment.activity != self._activity or self.seconds - self._shown >= QUIET_SECONDS:
-            self._activity, self._shown = moment.activity, self.seconds
+        elif moment.busy != self._shown[0] or self.seconds - self._shown[1] >= QUIET_SECONDS:
+            self._shown = (moment.busy, self.seconds)
             self.print(line)
 
     @property
@@ -171,8 +175,8 @@ def summary(outcome: Outcome) -> str:
     """The table of the tables, and the numbers of the run."""
     tables = outcome.verified["tables"]
     body = [_row(table["table"], table["source_rows"], table["target_rows"], table["equal"]) for table in tables]
-    totals = [sum(table[side] for table in tables) for side in ("source_rows", "target_rows")]
-    body.append(_row("together", *totals, outcome.verified["equal"]))
+    source, target = (sum(table[side] for table in tables) for side in ("source_rows", "target_rows"))
+    body.append(_row("together", source, target, outcome.verified["equal"]))
     facts = [f"{name:<12}{text}" for name, text in _facts(outcome)]
     return "\n".join([text_table(["table", "source rows", "target rows", "equal"], body), "", *facts])
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.connection import connected, describe
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotReader, driver_failure, plan_read
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
@@ -85,7 +87,10 @@ def copy_chunks(
         # A Spark job a chunk: it begins when a place is free, and none begins once the run is asked to stop.
         if run.stopping:
             return None
-        (result,) = spark.sparkContext.parallelize([task], 1).map(copy_chunk).collect()
+        try:
+            (result,) = spark.sparkContext.parallelize([task], 1).map(copy_chunk).collect()
+        except (Py4JError, PySparkException) as e:
+            return _task_failure(task, e)
         return result
 
     with ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool:
@@ -103,6 +108,15 @@ def copy_chunks(
             run.check()
             report(SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started))
     return SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started)
+
+
+def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:
+    """What is left to say when a task is lost with its worker, and no error of ours comes back."""
+    cause = error.java_exception.getMessage() if isinstance(error, Py4JJavaError) else None
+    return StreamFailed(
+        f"the Spark task of chunk {task.chunk.title} failed: {str(cause or error).splitlines()[0]}",
+        "Start again: finished chunks stay, the others are read. The task's error is in Spark's log.",
+    )
 
 
 def copy_chunk(task: ChunkTask) -> int | CdcError:

@@ -1,6 +1,6 @@
 """Two temporary Postgres servers: a small shop on one, nothing yet on the other.
 
-Prints the variables that ``shop.yaml`` needs, and removes everything on Ctrl+C.
+Prints the variables that ``shop.yaml`` needs and the way to psql, and removes everything on Ctrl+C.
 """
 
 import tempfile
@@ -27,7 +27,8 @@ def main() -> None:
             print(f"# {rows:,} rows are in the source. Paste this into another terminal, and end with Ctrl+C here.")
             print(f"export AIRFLOW_CONN_SHOP_PG={source.dsn()}")
             print(f"export AIRFLOW_CONN_DW_PG={target.dsn()}")
-            print(f"export CDC_STATE={directory / 'state'}", flush=True)
+            print(f"export CDC_STATE={directory / 'state'}")
+            print(f"export PATH=$PATH:{source.binaries}  # for psql", flush=True)
             threading.Event().wait()
 
 

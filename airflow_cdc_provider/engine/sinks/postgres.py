@@ -40,6 +40,7 @@ from airflow_cdc_provider.engine.sinks.base import (
 )
 from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
 from airflow_cdc_provider.engine.sinks.postgres_tables import (
+    FIRST_READ,
     TableStatements,
     create_record_tables,
     prepare_target,
@@ -173,9 +174,10 @@ class PostgresSink:
             )
             if not recorded or recorded[0][0] is not None:
                 return None
+            seq = FIRST_READ
             if chunk.lower is None and chunk.upper is None:
-                self._remove_rows(connection, target, None, applied)
-            count = self._copy_rows(connection, target, batches, applied)
+                seq = self._remove_rows(connection, target, None, applied)
+            count = self._copy_rows(connection, target, batches, applied, seq)
             failpoint("chunk-staged")
             watermark = finish()
             rows(
@@ -208,8 +210,8 @@ class PostgresSink:
         label = target.table.label
         with self._transaction() as connection:
             applied = self._fence(connection, epoch, "FOR UPDATE")
-            self._remove_rows(connection, target, keys, applied)
-            count = self._copy_rows(connection, target, batches, applied)
+            seq = self._remove_rows(connection, target, keys, applied)
+            count = self._copy_rows(connection, target, batches, applied, seq)
             watermark = finish()
             index = 0
             if keys is None:
@@ -245,13 +247,17 @@ class PostgresSink:
 
     def _remove_rows(
         self, connection: Connection, target: Target, keys: frozenset[tuple[str, ...]] | None, applied: str
-    ) -> None:
-        """Make room for rows that are read again; a changelog says so by a truncate or by deletes."""
+    ) -> int:
+        """Make room for rows that are read again; a changelog says so by a truncate or by deletes.
+
+        :returns: the rows' ``_seq`` in a changelog.
+        """
         statements = TableStatements(connection, target)
         if self.mode == "mirror":
             statements.delete(keys)
         elif not statements.empty():
-            statements.log_delete(keys, applied)
+            return statements.log_delete(keys, applied)
+        return FIRST_READ
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
         """See :meth:`.base.Sink.matching_keys`."""
@@ -261,13 +267,13 @@ class PostgresSink:
             return TableStatements(connection, target).matching_keys(where)
 
     def _copy_rows(
-        self, connection: Connection, target: Target, batches: Iterator[pa.RecordBatch], applied: str
+        self, connection: Connection, target: Target, batches: Iterator[pa.RecordBatch], applied: str, seq: int
     ) -> int:
         """Copy snapshot rows into the target; in a changelog they are events of kind ``r`` at the applied LSN."""
         names = [column.name for column in target.table.columns]
         if self.mode == "changelog":
             # They sort after events up to the applied LSN and before the next commit's, whose _seq begins at 1.
-            meta = {"_op": "r", "_commit_lsn": applied, "_seq": 0}
+            meta = {"_op": "r", "_commit_lsn": applied, "_seq": seq}
             names += list(meta)
             batches = (_with_constants(batch, list(map(str, meta.values()))) for batch in batches)
         return copy_batches(connection, sql.Identifier(target.schema, target.name), names, batches)

@@ -50,6 +50,10 @@ CREATE TABLE IF NOT EXISTS airflow_cdc.chunks (
 );
 """
 
+FIRST_READ = -1_000_000
+"""``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
+rows read again at the same LSN."""
+
 _META = {
     "_op": '"char" NOT NULL',
     "_commit_lsn": "pg_lsn NOT NULL",
@@ -175,13 +179,18 @@ class TableStatements:
             match=match,
         )
 
-    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: str) -> None:
-        """In a changelog, say that rows are about to be read again: a truncate, or a delete of each key."""
+    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: str) -> int:
+        """In a changelog, say that rows are about to be read again: a truncate, or a delete of each key.
+
+        :returns: the ``_seq`` of the rows that follow. They come after all that was read at the same LSN before.
+        """
+        before = self._run(f"SELECT max(_seq) FROM {{table}} WHERE _commit_lsn = '{applied}' AND _seq < 1")[0][0]
+        seq = FIRST_READ if before is None else int(str(before)) + 1
         meta = "_commit_lsn, _seq, _commit_ts"
-        values = f"'{applied}', -1, clock_timestamp()"  # before the rows, whose _seq is 0
+        values = f"'{applied}', {seq}, clock_timestamp()"
         if keys is None:
             self._run(f"INSERT INTO {{table}} (_op, {meta}) VALUES ('t', {values})")
-            return
+            return seq + 1
         names = [column.name for column in self._target.table.key_columns]
         for key in sorted(keys):
             self._run(
@@ -192,6 +201,7 @@ class TableStatements:
                 labels=sql.Literal(names),
                 texts=sql.Literal(list(key)),
             )
+        return seq + 1
 
     def matching_keys(self, where: str) -> frozenset[tuple[str, ...]]:
         """The keys of the rows that match a condition."""

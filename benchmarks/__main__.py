@@ -1,0 +1,66 @@
+"""``python -m benchmarks``: measure, check, and print one table.
+
+Exit codes: 0 when all cases ended with the right rows, 1 when one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from airflow_cdc_provider.engine.errors import CdcError
+from benchmarks import snapshot, stream
+from benchmarks.lab import laboratory, query
+from benchmarks.report import Series, WrongResult, as_json, as_text, describe_machine
+
+SNAPSHOT = "snapshot"
+CASES = (SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases and return the exit code."""
+    options = _parser().parse_args(arguments)
+    cases = frozenset(options.cases or CASES)
+    series: list[Series] = []
+    try:
+        with laboratory() as lab:
+            if SNAPSHOT in cases:
+                series += snapshot.measure(lab, options.rows, options.repeat)
+            if cases - {SNAPSHOT}:
+                series += stream.measure(lab, options.rows, options.repeat, cases)
+            (version,) = query(lab.source.dsn(), "SHOW server_version")
+    except (WrongResult, CdcError) as e:
+        print(f"benchmark failed: {e}", file=sys.stderr)
+        return 1
+    machine = describe_machine(str(version))
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(as_text(series))
+    if options.json:
+        document = {"machine": machine, "repeat": options.repeat, "cases": as_json(series)}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "cases", nargs="*", metavar="case", choices=[[], *CASES], help=f"of {', '.join(CASES)}; all by default"
+    )
+    parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
+    parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file, too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a benchmark measured, for people and for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyspark
+
+from airflow_cdc_provider.engine.table import text_table
+
+
+class WrongResult(Exception):
+    """A case ended with other rows than it should have; its time means nothing."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The repeats of one case.
+
+    :param case: its name.
+    :param rows: rows, or changes, of each repeat.
+    :param seconds: the time of each.
+    :param peer: the case that it is compared with, if it is not one of those itself.
+    """
+
+    case: str
+    rows: int
+    seconds: tuple[float, ...]
+    peer: str | None = None
+
+    @property
+    def rates(self) -> list[float]:
+        """Rows a second of each repeat."""
+        return [self.rows / seconds for seconds in self.seconds]
+
+
+def check(expected: object, found: object, what: str) -> None:
+    """Refuse a run whose result is wrong.
+
+    :raises WrongResult: saying what differs.
+    """
+    if found != expected:
+        raise WrongResult(f"{what}: {found}, but {expected} is right")
+
+
+def describe_machine(postgres: str) -> dict[str, str | int | float]:
+    """What the figures depend on."""
+    return {
+        "cores": os.cpu_count() or 0,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "postgres": postgres,
+        "spark": str(pyspark.__version__),
+        "pyarrow": str(pa.__version__),
+    }
+
+
+def as_json(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """The cases as JSON values."""
+    return [
+        {
+            "case": each.case,
+            "rows": each.rows,
+            "seconds": [round(seconds, 3) for seconds in each.seconds],
+            "rows_per_second": {
+                "median": round(median(each.rates)),
+                "min": round(min(each.rates)),
+                "max": round(max(each.rates)),
+            },
+            "peer": each.peer,
+            "ratio": _ratio(each, series),
+        }
+        for each in series
+    ]
+
+
+def as_text(series: Sequence[Series]) -> str:
+    """The cases as a table."""
+    body = []
+    for each in as_json(series):
+        rate, ratio = each["rows_per_second"], each["ratio"]
+        body.append(
+            [
+                each["case"],
+                f"{each['rows']:,}",
+                f"{rate['median']:,}",
+                f"{rate['min']:,}-{rate['max']:,}",
+                f"{ratio:.2f} x {each['peer']}" if each["peer"] else "",
+            ]
+        )
+    return text_table(["case", "rows", "rows/s", "min-max", "ratio"], body)
+
+
+def _ratio(series: Series, others: Sequence[Series]) -> float | None:
+    """The median rate as a multiple of the peer's."""
+    peers = [other for other in others if other.case == series.peer]
+    return round(median(series.rates) / median(peers[0].rates), 3) if peers else None

@@ -1,0 +1,50 @@
+"""Sinks without a database behind them, to measure what comes before one.
+
+Both do their work in :meth:`stage`, on executors, which is all of a sink that
+:class:`.stream.Stage` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow.parquet as pq
+
+from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.sinks.base import Staged
+
+
+@dataclass(frozen=True)
+class NoopSink:
+    """Takes the net rows of a mirror and forgets them."""
+
+    mode: Literal["mirror"] = "mirror"
+
+    def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
+        """Count the rows."""
+        return tuple(_staged(effect, None) for effect in effects)
+
+
+@dataclass(frozen=True)
+class ParquetSink:
+    """Writes every change to Parquet, one folder a table and one file a piece."""
+
+    directory: Path
+    mode: Literal["changelog"] = "changelog"
+
+    def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
+        """Write the rows."""
+        staged = []
+        for effect in effects:
+            folder = self.directory / effect.label
+            folder.mkdir(parents=True, exist_ok=True)
+            pq.write_table(effect.rows, folder / f"{attempt}.parquet")
+            staged.append(_staged(effect, attempt))
+        return tuple(staged)
+
+
+def _staged(effect: Effect, relation: str | None) -> Staged:
+    return Staged(effect.label, relation, effect.rows.num_rows, effect.truncate, tuple(effect.rows.column_names))
