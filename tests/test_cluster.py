@@ -241,7 +241,7 @@ def test_a_library_that_executors_lack_is_named(
     pipeline: PipelineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
     monkeypatch.setenv("PYSPARK_PYTHON", str(make_python(tmp_path / "python", library)))
-    error = pipeline.json("preflight", "--spark", code=1)["error"]
+    error = pipeline.json("preflight", code=1)["error"]
     assert error["kind"] == "SparkUnusable"
     assert error["message"].endswith(f"lack: {library}")
     assert "PYSPARK_PYTHON" in error["solution"]

@@ -103,7 +103,7 @@ here = Path(__file__).parent
 chunks = int(sys.argv[1])
 install_commands(
     preflight=lambda p: {"findings": []},
-    provision=lambda p, takeover: {"epoch": 7, "consistent_point": "0/2", "tables": [], "chunks": 3,
+    provision=lambda p, takeover: {"epoch": 7, "applied_lsn": "0/2", "tables": [], "chunks": 3,
                                    "restart_lsn": "0/1", "confirmed_flush_lsn": "0/2"},
     unfinished=lambda p: [{"table": "public.orders", "index": i, "title": str(i)} for i in range(chunks)],
     verify=lambda p: {"equal": True, "tables": []},

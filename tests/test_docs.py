@@ -120,7 +120,7 @@ def test_the_reference_names_every_command_and_option() -> None:
     text = read(ROOT / "docs" / "reference.md")
     for command in cli._HANDLERS:
         assert f"| `{command}` |" in text
-    for option in ("--pipeline", "--json", "--takeover", "--spark", "--group", "--epoch", "--until", "--table",
+    for option in ("--pipeline", "--json", "--takeover", "--no-spark", "--group", "--epoch", "--until", "--table",
                    "--where", "--all", "--yes"):  # fmt: skip
         assert re.search(rf"\| `{option}\b", text), option
 

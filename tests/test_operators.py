@@ -101,7 +101,7 @@ def test_preflight_returns_the_findings(commands: Commands, pipeline: str) -> No
 
 
 def test_provision_returns_what_the_engine_returned(commands: Commands, pipeline: str) -> None:
-    result = {"epoch": 7, "consistent_point": "0/1", "tables": ["public.orders"], "chunks": 3, "restart_lsn": "0/0"}
+    result = {"epoch": 7, "applied_lsn": "0/1", "tables": ["public.orders"], "chunks": 3, "restart_lsn": "0/0"}
     seen: list[object] = []
 
     def provision(pipeline: Pipeline, takeover: bool) -> dict[str, object]:

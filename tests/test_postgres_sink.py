@@ -12,8 +12,10 @@ from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import Fenced, ForeignTable, GateClosed, StagingLost
+from airflow_cdc_provider.engine.sinks import postgres
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
+from airflow_cdc_provider.engine.sinks.postgres_tables import FIRST_READ
 from airflow_cdc_provider.engine.visibility import Snapshot
 from tests.conftest import Databases, ServerMaker
 
@@ -40,8 +42,7 @@ WATERMARK = Watermark(Snapshot(10, 12, frozenset({11})), 150)
 def prepared(dsn: str, mode: str = "mirror") -> tuple[PostgresSink, int]:
     """A sink at applied LSN 100 with one planned chunk, and the epoch of its first run."""
     sink = PostgresSink(dsn, "p", mode)  # type: ignore[arg-type]
-    sink.prepare([TARGET], {"system": "1"}, 100)
-    sink.plan([Chunk(LABEL, 0, None, None)])
+    sink.prepare([TARGET], [Chunk(LABEL, 0, None, None)], {"system": "1"}, 100)
     return sink, sink.take_epoch("test")
 
 
@@ -176,21 +177,38 @@ def test_an_old_epoch_commits_nothing(databases: Databases) -> None:
         sink.stage(old, "late", [upsert("1", "zombie", "1")])
     with pytest.raises(Fenced):
         sink.replace(old, TARGET, None, iter([]), lambda: WATERMARK)
-    sink.sweep()
+    sink.sweep(old)
+    assert staging_tables(databases.target) == 1
+    sink.sweep(new)
     assert staging_tables(databases.target) == 0
     assert new == old + 1
     assert rows(databases.target) == []
 
 
-def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(databases: Databases) -> None:
+def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The epoch row is locked by the commit, so taking over waits; a plain SELECT would let both through."""
     sink, epoch = prepared(databases.target)
+    monkeypatch.setattr(postgres, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(databases.target) as commit:
         commit.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
-        impatient = PostgresSink(f"{databases.target}?options=-c%20lock_timeout%3D200ms", "p", "mirror")
         with pytest.raises(Exception, match="lock timeout"):
-            impatient.take_epoch("too early")
+            sink.take_epoch("too early")
     assert sink.take_epoch("in time") == epoch + 1
+
+
+def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paused process or a lost host would hold the epoch's row for hours."""
+    sink, epoch = prepared(databases.target)
+    monkeypatch.setattr(postgres, "COMMIT_SECONDS", 0.2)
+    with psycopg.connect(databases.target, application_name="airflow-cdc sink p") as paused:
+        paused.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
+        assert sink.take_epoch("next") == epoch + 1
+        with pytest.raises(psycopg.OperationalError):
+            paused.execute("SELECT 1")
 
 
 def test_staging_that_a_crash_emptied_is_noticed(make_server: ServerMaker) -> None:
@@ -241,11 +259,11 @@ def test_a_changelog_keeps_every_change_and_says_what_was_read_again(databases: 
             " ORDER BY _commit_lsn, _seq"
         ).fetchall()
     assert found == [
-        ("r", "0/64", 0, 1, "a", None, None),
+        ("r", "0/64", FIRST_READ, 1, "a", None, None),
         ("u", "0/A0", 1, 2, None, {"id": "1"}, ["note"]),
         ("d", "0/A0", 2, 2, None, {"id": "2"}, None),
-        ("d", "0/C8", -1, 1, None, {"id": "1"}, None),
-        ("r", "0/C8", 0, 1, "a", None, None),
+        ("d", "0/C8", FIRST_READ, 1, None, {"id": "1"}, None),
+        ("r", "0/C8", FIRST_READ + 1, 1, "a", None, None),
     ]
 
 

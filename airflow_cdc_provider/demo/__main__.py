@@ -187,9 +187,10 @@ def begin(started: ExitStack, directory: Path, screen: Screen) -> DagRun:
         "AIRFLOW_CONN_SHOP_TARGET": target.dsn("warehouse"),
     }
     spark = {"AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"})}
+    stack = AirflowStack(directory / "airflow", DAGS, databases | spark | scratch(started))
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(load_shop, source.dsn("shop"), screen)
-        airflow = started.enter_context(AirflowStack(directory / "airflow", DAGS, databases | spark))
+        airflow = started.enter_context(stack)
         loading.result()
     screen.say(f"Airflow runs at {airflow.base_url} (no login needed).")
     path = write_pipeline(directory)
@@ -199,6 +200,15 @@ def begin(started: ExitStack, directory: Path, screen: Screen) -> DagRun:
     run_id = airflow.trigger(DAG, {"pipeline": str(path), "until": "stopped", "groups": GROUPS})
     screen.say(f"The Dag {DAG} is triggered: preflight, provision, plan, snapshot, stream, verify.")
     return DagRun(airflow, Pipeline.load(path, databases), writers, screen, run_id)
+
+
+def scratch(started: ExitStack) -> dict[str, str]:
+    """Variables that send temporary files where they are removed: a Spark job that is killed leaves its own behind.
+
+    Not below a directory that the user chose, since the path of a socket may have some hundred characters only.
+    """
+    path = started.enter_context(tempfile.TemporaryDirectory(prefix="cdc-demo-", ignore_cleanup_errors=True))
+    return {"TMPDIR": path, "SPARK_LOCAL_DIRS": path, "SPARK_SUBMIT_OPTS": f"-Djava.io.tmpdir={path}"}
 
 
 def start_server(started: ExitStack, directory: Path, database: str) -> PostgresServer:

@@ -65,15 +65,13 @@ class Buffer:
 
     :param start: position after which messages come.
     :param block_bytes: size from which a block is sealed.
-    :param boundary: an LSN at which a block must end, so that a batch planned by an earlier run can be cut again.
     """
 
-    def __init__(self, start: Position, block_bytes: int, boundary: int = 0) -> None:
+    def __init__(self, start: Position, block_bytes: int) -> None:
         self.position = start.lsn
         self.bytes = 0
         self._blocks: deque[Block] = deque()
         self._block_bytes = block_bytes
-        self._boundary = boundary
         self._end = start
         # Replaced, never changed, so that a reference keeps the state of a moment.
         self._relations: dict[int, bytes] = {}
@@ -95,6 +93,8 @@ class Buffer:
     def add(self, message: bytes) -> None:
         """Add one pgoutput message, without the header of XLogData."""
         tag = message[0]
+        if tag == _MESSAGE and not message[10:].startswith(_MARKER):
+            return  # of another application; it may come between transactions
         self._messages.append(message)
         self._size += len(message)
         self.bytes += len(message)
@@ -117,7 +117,7 @@ class Buffer:
         elif tag == _TRUNCATE:
             self._content = True
             self._rows += struct.unpack_from(">I", message, 1)[0]
-        elif tag == _MESSAGE and message[10:].startswith(_MARKER):
+        elif tag == _MESSAGE:
             self._content = True
         if self._size >= self._block_bytes:
             self._seal_committed()
@@ -135,7 +135,7 @@ class Buffer:
         self._committed_lsn = end_lsn
         self._committed_relations = self._relations
         # The last part of a transaction that was sealed in parts stands alone, so that all its parts end one batch.
-        if in_parts or end_lsn == self._boundary or self._size >= self._block_bytes:
+        if in_parts or self._size >= self._block_bytes:
             self._seal_committed()
 
     def _forget_transaction(self) -> None:

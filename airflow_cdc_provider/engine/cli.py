@@ -17,9 +17,9 @@ from typing import Any
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode, StreamFailed
 from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.reading import driver_failure
 from airflow_cdc_provider.engine.run import record_error
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.table import human_bytes, text_table
@@ -52,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _guarded(pipeline: Pipeline, options: argparse.Namespace) -> dict[str, Any]:
     try:
         return _HANDLERS[options.command](pipeline, options, _Progress(options.json))
-    except DRIVER_ERRORS as e:
+    except CdcError:
+        raise
+    except KeyboardInterrupt:  # before or between the parts that stop gracefully
+        raise StreamFailed("interrupted", "Start again: what has been committed stays.") from None
+    except Exception as e:
         error = driver_failure(e, options.command)
         with contextlib.suppress(CdcError):
             record_error(State(pipeline.state), error)
@@ -96,7 +100,7 @@ def _preflight(pipeline: Pipeline, options: argparse.Namespace, report: commands
     for finding in findings:
         if finding.error is not None:
             raise finding.error
-    if options.spark:
+    if not options.no_spark:
         from airflow_cdc_provider.engine.session import spark_session
 
         with spark_session(pipeline, "preflight"):
@@ -154,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     preflight_ = command("preflight", "Check everything, change nothing.", writes=False)
-    preflight_.add_argument("--spark", action="store_true", help="also start Spark and check its executors")
+    preflight_.add_argument("--no-spark", action="store_true", help="do not start Spark to check its executors")
     command("provision", "Create or verify publication, slot, plan and sink record.")
     snapshot = command("snapshot", "Work on chunks until all are finished.")
     snapshot.add_argument("--group", type=_group, default=(0, 1), metavar="I/N", help="only chunks of group I of N")
@@ -182,9 +186,13 @@ def _plain(result: dict[str, Any]) -> str:
 def _status(result: dict[str, Any]) -> str:
     slot = result["slot"]
     lines = [
-        f"pipeline {result['pipeline']}: {result['state']}, {'' if result['consistent'] else 'not yet '}consistent",
-        f"applied  {result['applied_lsn']}, lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']} s",
+        f"pipeline {result['pipeline']}: {result['state']}, {'' if result['consistent'] else 'not yet '}consistent"
     ]
+    if result["applied_lsn"]:
+        lag = f"lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']} s"
+        lines.append(f"applied  {result['applied_lsn']}, {lag}")
+        if not slot:
+            lines.append("slot     none on the source")
     if slot:
         lines.append(
             f"slot     restart_lsn {slot['restart_lsn']}, confirmed_flush_lsn {slot['confirmed_flush_lsn']},"
@@ -217,11 +225,25 @@ def _verify(result: dict[str, Any]) -> str:
 def _provision(result: dict[str, Any]) -> str:
     return (
         f"{len(result['tables'])} tables in {result['chunks']} chunks, epoch {result['epoch']},"
-        f" consistent from {result['consistent_point']}"
+        f" applied {result['applied_lsn']}"
+    )
+
+
+def _run(result: dict[str, Any]) -> str:
+    copied, streamed = result["snapshot"], result["stream"]
+    if copied is None:
+        return "Nothing to do: the copy is complete."
+    if streamed is None:
+        return f"Stopped after {copied['finished']} of {copied['chunks']} chunks."
+    caught_up = "caught up" if streamed["caught_up"] else "stopped"
+    return (
+        f"{copied['rows']:,} rows copied, {streamed['changes']:,} changes applied,"
+        f" {caught_up} at {streamed['applied_lsn']}"
     )
 
 
 _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "run": _run,
     "status": _status,
     "verify": _verify,
     "provision": _provision,

@@ -66,7 +66,7 @@ def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
     record, found = provisioning.provision(pipeline, takeover)
     return {
         "epoch": record.epoch,
-        "consistent_point": format_lsn(record.applied),
+        "applied_lsn": format_lsn(record.applied),
         "tables": [target.table.label for target in record.targets],
         "chunks": len(record.chunks),
         **found.as_dict(),
@@ -135,7 +135,7 @@ def stream(
             )
         target = wanted
         if until == "caught-up":
-            with connected(pipeline.source.dsn) as source:
+            with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
                 target = max(slot.emit_marker(source, "caught-up"), record.high)
 
         def tell(progress: StreamProgress) -> None:
@@ -171,17 +171,28 @@ def _rate(values: dict[str, Any], rows: int) -> dict[str, Any]:
 
 def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent) -> dict[str, Any]:
     """Provision, snapshot, stream until caught up; with ``snapshot.mode: only``, remove the slot then."""
+    if pipeline.snapshot.mode == "only" and _finished_for_good(pipeline):
+        return {"snapshot": None, "stream": None}
     provisioned = provision(pipeline, takeover)
     epoch = int(provisioned["epoch"])
     copied = snapshot(pipeline, epoch=epoch, report=report)
-    if existing_record(pipeline).unfinished:  # asked to stop
+    record = existing_record(pipeline)
+    if record.unfinished:  # asked to stop
         return {"snapshot": copied, "stream": None}
     streamed = stream(pipeline, until="caught-up", epoch=epoch, report=report)
-    if pipeline.snapshot.mode == "only":
+    if pipeline.snapshot.mode == "only" and streamed["caught_up"]:
         with connected(pipeline.source.dsn) as source:
-            slot.drop_slot(source, pipeline.source.slot)
-            slot.drop_publication(source, pipeline.source.publication)
+            provisioning.remove_slot(source, pipeline, record, State(pipeline.state))
     return {"snapshot": copied, "stream": streamed}
+
+
+def _finished_for_good(pipeline: Pipeline) -> bool:
+    """Whether a copy without a stream is complete: consistent, and its slot removed."""
+    record = sink_of(pipeline).record()
+    if record is None or not record.consistent:
+        return False
+    with connected(pipeline.source.dsn) as source:
+        return slot.read_slot(source, record.identity["slot"]) is None
 
 
 def stop(pipeline: Pipeline) -> dict[str, Any]:
@@ -290,7 +301,7 @@ def resnapshot(
         return {"requested": None, "rows": snapshot(pipeline, report=report)["rows"]}
     state, record = State(pipeline.state), existing_record(pipeline)
     for label in tables:
-        reread.target_of(record, label)
+        reread.check(pipeline, record, label, where)
     if any(beat.alive and beat.part == "stream" for beat in read_heartbeats(state)) and not takeover:
         name = reread.request(state, list(tables), where)
         return {"requested": name, "rows": None}
@@ -301,11 +312,10 @@ def resnapshot(
 
 def drop(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
     """Remove slot, publication, state, sink record and staging; never target tables."""
-    state = State(pipeline.state)
+    state, sink = State(pipeline.state), sink_of(pipeline)
     refuse_second_writer(state, None, takeover)
     with connected(pipeline.source.dsn) as source:
-        slot.drop_slot(source, pipeline.source.slot)
-        slot.drop_publication(source, pipeline.source.publication)
-    sink_of(pipeline).drop()
+        provisioning.remove_slot(source, pipeline, sink.record(), state)
+    sink.drop()
     state.remove("")
     return {"dropped": pipeline.name}

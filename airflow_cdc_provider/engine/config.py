@@ -122,10 +122,15 @@ class Pipeline:
             raise ConfigError(
                 f"the pipeline file {os.fspath(path)} cannot be read: {e.strerror}", "Give the path of a YAML file."
             ) from e
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"the pipeline file {os.fspath(path)} is not UTF-8", "Save it as UTF-8.") from e
+        except yaml.YAMLError as e:  # whose text quotes the file, passwords and all
+            mark = getattr(e, "problem_mark", None)
+            place = f" at line {mark.line + 1}" if mark else ""
             raise ConfigError(
-                f"the pipeline file {os.fspath(path)} is not YAML: {e}", "Mend the file at that place."
-            ) from e
+                f"the pipeline file {os.fspath(path)} is not YAML{place}: {getattr(e, 'problem', 'unreadable')}",
+                "Mend the file at that place.",
+            ) from None
         return cls.parse(document, environment)
 
     @classmethod
@@ -172,13 +177,17 @@ class _Section:
     """A mapping of the document whose keys are taken one by one, so that what is left over is unknown."""
 
     def __init__(self, path: str, value: object, environment: Mapping[str, str]) -> None:
+        self._path = path
         if not isinstance(value, dict):
             where = f"{path}: " if path else "the pipeline file "
-            raise ConfigError(f"{where}must be a mapping, not {value!r}", "Write it as `key: value` lines.")
-        self._path = path
+            raise ConfigError(f"{where}must be a mapping, not {self._shown(value)}", "Write it as `key: value` lines.")
         self._values: dict[Any, object] = dict(value)
         self._known: list[str] = []
         self._environment = environment
+
+    def _shown(self, value: object) -> str:
+        """A value for a message; those of source and sink may hold a password."""
+        return "not shown" if self._path.startswith(("source", "sink")) else repr(value)
 
     def _full(self, key: str) -> str:
         return f"{self._path}.{key}" if self._path else key
@@ -253,7 +262,7 @@ class _Section:
     def finish(self) -> None:
         for key, value in self._values.items():
             raise ConfigError(
-                f"{self._full(str(key))}: unknown key (value {value!r})",
+                f"{self._full(str(key))}: unknown key (value {self._shown(value)})",
                 f"Remove it, or use one of: {', '.join(sorted(self._known))}.",
             )
 
@@ -363,7 +372,8 @@ def _dsn(value: object) -> str:
         port = parts.port
     except ValueError:
         raise ValueError(wanted) from None
-    if parts.scheme != "postgresql" or not parts.path.strip("/") or port == 0:
+    broken_escape = re.search(r"%(?![0-9A-Fa-f]{2})", text)
+    if parts.scheme != "postgresql" or not parts.path.strip("/") or port == 0 or broken_escape:
         raise ValueError(wanted)
     return text
 

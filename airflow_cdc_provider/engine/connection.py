@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 
 import psycopg2
 import psycopg2.extensions
+from psycopg2 import sql
 
 from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege
 
@@ -29,6 +30,7 @@ SESSION = {
     "lc_monetary": "C",
     "xmlbinary": "base64",
     "search_path": "pg_catalog",
+    "statement_timeout": "0",
 }
 
 CONNECT_TIMEOUT = 10
@@ -70,7 +72,7 @@ def connect(
     """
     try:
         connection = psycopg2.connect(session_dsn(dsn, application, settings))
-    except psycopg2.OperationalError as e:
+    except psycopg2.Error as e:
         raise ConnectionFailed(
             f"cannot connect to {describe(dsn)}: {_first_line(e)}",
             "Check that the server runs and is reachable from here, and that user, password and database are right.",
@@ -120,6 +122,11 @@ def scalar(connection: Connection, query: Any, parameters: Any = None) -> Any:
     """Execute a query that returns exactly one value, and return it."""
     (value,) = row(connection, query, parameters)
     return value
+
+
+def condition(text: str) -> sql.Composable:
+    """A user's SQL condition in parentheses; the line break ends a comment that it may end in."""
+    return sql.SQL("(") + sql.SQL(text) + sql.SQL("\n)")
 
 
 def _first_line(error: Exception) -> str:

@@ -80,7 +80,8 @@ class Effect:
 class PieceEffects:
     """The effects of a piece, in the order in which they must be applied.
 
-    :param split_truncates: tables with a truncate that some of their chunks contain and others do not.
+    :param split_truncates: tables with a truncate that some of their chunks contain and others do not, or that
+        emptied some of their partitions: they have to be read again.
     """
 
     effects: tuple[Effect, ...]
@@ -109,10 +110,10 @@ def effects(
         truncated_at = -1
         for row in np.flatnonzero(changes.op == ord("t")):
             visibility = truncate_visibility(int(changes.xid[row]), filter_.all_snapshots)
-            if visibility is Visibility.NONE:
-                truncated_at = int(row)
-            elif visibility is Visibility.SOME:
+            if visibility is Visibility.SOME or (visibility is Visibility.NONE and len(table.leaves) > 1):
                 split_truncates.add(table.label)
+            elif visibility is Visibility.NONE:
+                truncated_at = int(row)
         halves = split(changes, key)
         kept = _keep(halves, changes, table, filter_, ask)
         if mode == "mirror":
@@ -156,7 +157,7 @@ def _align(changes: Changes, table: Table) -> Changes:
         differing = sorted({name for name, _ in types.items() ^ captured.items()})
         raise CannotFollow(
             f"the columns of {table.label} have changed at the source: {', '.join(differing)}",
-            f"Change the target table alike, then run `airflow-cdc resnapshot --table {table.label}`.",
+            "Change the target table alike, then run `airflow-cdc resnapshot --all`.",
         )
     order = [names.index(column.name) for column in table.columns]
     if order == list(range(len(order))):

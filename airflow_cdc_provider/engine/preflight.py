@@ -149,14 +149,15 @@ def publication_sql(connection: Connection, publication: str, tables: Sequence[T
     :param publication: its name.
     :raises ConfigError: when rules choose columns or rows and the server is older than Postgres 15.
     """
-    items = ", ".join(_published(connection, table, leaf) for table in tables for leaf in table.leaves)
+    items = ", ".join(published_leaf(connection, table, leaf) for table in tables for leaf in table.leaves)
     name = sql.Identifier(publication).as_string(connection)
     return (
         f"CREATE PUBLICATION {name}{' FOR TABLE ' if items else ''}{items} WITH (publish_via_partition_root = false);"
     )
 
 
-def _published(connection: Connection, table: Table, leaf: Leaf) -> str:
+def published_leaf(connection: Connection, table: Table, leaf: Leaf) -> str:
+    """A leaf as it stands in ``CREATE PUBLICATION … FOR TABLE``, with the columns and condition of its rule."""
     if (table.column_list or table.where is not None) and connection.info.server_version < 150000:
         raise ConfigError(
             f"source.tables: columns and where of {table.label} need Postgres 15 or newer on the source",

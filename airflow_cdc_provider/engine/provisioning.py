@@ -8,17 +8,18 @@ applied LSN. What is found in place is verified, not made again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.catalog import Table, resolve
-from airflow_cdc_provider.engine.chunks import plan
+from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConfigError, GateClosed
-from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, GateClosed
+from airflow_cdc_provider.engine.gate import gate
 from airflow_cdc_provider.engine.run import existing_record, refuse_second_writer, sink_of, take_epoch
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
@@ -42,22 +43,24 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         record = sink.record()
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
-            identity, consistent = _make_slot(source, pipeline, state, tables)
-            sink.prepare(_targets(pipeline, tables), identity, consistent)
+            with _new_slot(source, pipeline, state, tables) as (identity, consistent):
+                sink.prepare(_targets(pipeline, tables), _plan(source, pipeline, tables), identity, consistent)
+            take_epoch(pipeline, state, takeover)
         else:
-            slot.gate(source, names.slot, names.publication, dict(record.identity), record.applied)
+            _refuse_other_sink(pipeline, record)
+            take_epoch(pipeline, state, takeover)
+            record = existing_record(pipeline)
+            gate(source, names.slot, names.publication, record)
             added = _added_tables(record, tables)
             if added:
                 slot.create_publication(source, names.publication, tables)
                 slot.barrier(source)
-                sink.prepare(_targets(pipeline, added), record.identity, record.applied)
-        record = existing_record(pipeline)
-        _plan(source, pipeline, record)
-        take_epoch(pipeline, state, takeover)
+                chunks = _plan(source, pipeline, added)
+                sink.prepare(_targets(pipeline, added), chunks, record.identity, record.applied)
         state.remove(_PROVISIONING)
         record = existing_record(pipeline)
         state.write("ledger.json", ledger(record))
-        found = slot.gate(source, names.slot, names.publication, dict(record.identity), record.applied)
+        found = gate(source, names.slot, names.publication, record)
     return record, found
 
 
@@ -65,7 +68,7 @@ def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -
     """Without a record, a slot of ours can only be what a provisioning left that broke off before its record."""
     name = pipeline.source.slot
     found = slot.read_slot(source, name)
-    if found is not None and (found.active or state.read(_PROVISIONING) is None):
+    if found is not None and (found.active or (state.read(_PROVISIONING) or {}).get("slot") != name):
         raise GateClosed(
             f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r}",
             f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
@@ -73,12 +76,29 @@ def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -
         )
 
 
-def _make_slot(
-    source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
-) -> tuple[dict[str, Any], int]:
-    """Make publication and slot anew and pass the barrier; return the source's identity and the consistent point.
+def _refuse_other_sink(pipeline: Pipeline, record: Record) -> None:
+    """Mode and target names are part of what has been written; the file may not change them."""
+    if record.identity["mode"] != pipeline.sink.mode:
+        raise ConfigError(
+            f"sink.mode: {pipeline.sink.mode!r}, but the pipeline has been provisioned as {record.identity['mode']!r}",
+            "Put the mode back, or use another pipeline name for the other mode.",
+        )
+    for target in record.targets:
+        if (target.schema, target.name) != checks.target_of(pipeline, target.table):
+            raise ConfigError(
+                f"sink.schema: {pipeline.sink.schema!r}, but {target.table.label} has been provisioned into"
+                f" {target.schema}.{target.name}",
+                "Put the schema back, or use another pipeline name for the other schema.",
+            )
 
-    What fails half-way is taken back; what is killed half-way is removed by the next try.
+
+@contextmanager
+def _new_slot(
+    source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Make publication and slot anew and pass the barrier; gives the source's identity and the consistent point.
+
+    What fails half-way, or in the block, is taken back; what is killed half-way is removed by the next try.
     """
     names = pipeline.source
     state.write(_PROVISIONING, {"slot": names.slot})
@@ -87,13 +107,24 @@ def _make_slot(
     try:
         consistent = slot.create_slot(source, names.slot)
         slot.barrier(source)
-    except CdcError:
+        identity = slot.read_identity(source, names.slot, names.publication).to_dict()
+        yield identity | {"created_publication": created, "mode": pipeline.sink.mode}, consistent
+    except BaseException:
         slot.drop_slot(source, names.slot)
         if created:
             slot.drop_publication(source, names.publication)
         state.remove(_PROVISIONING)
         raise
-    return slot.read_identity(source, names.slot, names.publication).to_dict(), consistent
+
+
+def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, state: State) -> None:
+    """Remove the slot of the record, and the publication if it was made with it; never those of others."""
+    if record is not None:
+        slot.drop_slot(source, record.identity["slot"])
+        if record.identity["created_publication"]:
+            slot.drop_publication(source, pipeline.source.publication)
+    elif (left := state.read(_PROVISIONING)) is not None:
+        slot.drop_slot(source, left["slot"])
 
 
 def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
@@ -118,16 +149,11 @@ def _added_tables(record: Record, tables: Sequence[Table]) -> list[Table]:
     return [table for table in tables if table.label not in recorded]
 
 
-def _plan(source: Connection, pipeline: Pipeline, record: Record) -> None:
-    """Plan chunks for tables that have none."""
+def _plan(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> list[Chunk]:
+    """Plan the chunks of tables; they enter the record together with the tables."""
     if pipeline.snapshot.mode == "never":
-        return
-    planned = {c.chunk.table for c in record.chunks}
-    sink = sink_of(pipeline)
-    for target in record.targets:
-        if target.table.label not in planned:
-            sink.plan(plan(source, target.table, pipeline.snapshot.chunk_rows))
-    failpoint("plan-written")
+        return []
+    return [chunk for table in tables for chunk in plan(source, table, pipeline.snapshot.chunk_rows)]
 
 
 def ledger(record: Record) -> dict[str, Any]:
@@ -147,13 +173,16 @@ def start_over(pipeline: Pipeline, takeover: bool) -> None:
     :raises SecondWriter: when another run is alive and ``takeover`` is not set.
     """
     state, sink = State(pipeline.state), sink_of(pipeline)
-    existing_record(pipeline)
-    take_epoch(pipeline, state, takeover)
+    record = existing_record(pipeline)
+    _refuse_other_sink(pipeline, record)
     with connected(pipeline.source.dsn) as source:
         tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
-        slot.drop_slot(source, pipeline.source.slot)
-        slot.drop_publication(source, pipeline.source.publication)
-        identity, consistent = _make_slot(source, pipeline, state, tables)
-        sink.restart(_targets(pipeline, tables), identity, consistent)
+        take_epoch(pipeline, state, takeover)
+        state.write(_PROVISIONING, {"slot": pipeline.source.slot})
+        remove_slot(source, pipeline, record, state)
+        with _new_slot(source, pipeline, state, tables) as (identity, consistent):
+            made = identity["created_publication"] or record.identity["created_publication"]
+            identity = identity | {"created_publication": made}
+            sink.restart(_targets(pipeline, tables), identity, consistent)
     state.remove("checkpoint")
     state.remove(_PROVISIONING)

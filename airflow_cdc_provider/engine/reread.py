@@ -14,14 +14,16 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
+import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import read_query, text_of
-from airflow_cdc_provider.engine.connection import Connection, connected, rows
-from airflow_cdc_provider.engine.errors import Blocked, ConfigError
-from airflow_cdc_provider.engine.reading import SnapshotReader, plan_read
-from airflow_cdc_provider.engine.run import Run
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import Connection, condition, connected, rows
+from airflow_cdc_provider.engine.errors import Blocked, ConfigError, GateClosed
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, plan_read
+from airflow_cdc_provider.engine.run import Run, record_error
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.slot import barrier, visible_in_current, wait_until
 from airflow_cdc_provider.engine.state import State
@@ -43,23 +45,54 @@ def request(state: State, tables: list[str], where: str | None) -> str:
 
 
 def take_requests(run: Run, record: Record) -> bool:
-    """Carry out the requests that have been left; true if any was.
+    """Carry out the requests that have been left; true if anything has been read again.
 
-    A request stays, to be tried again, while older transactions keep its snapshot from being taken.
+    What older transactions keep from being read stays requested. What cannot be read is given up, and said in the
+    state: the stream must not die of it again and again.
     """
     done = False
     for name in run.state.names(_REQUESTS):
         wanted = run.state.read(name)
-        if wanted is None:
-            continue
-        try:
-            for label in wanted["tables"]:
-                read_again(run, record, label, wanted["where"])
-        except Blocked:
-            continue
-        run.state.remove(name)
-        done = True
+        blocked = []
+        for label in wanted["tables"] if wanted else ():
+            try:
+                read_again(run, record, label, wanted["where"] if wanted else None)
+                done = True
+            except Blocked:
+                blocked.append(label)
+            except DRIVER_ERRORS as e:
+                record_error(run.state, driver_failure(e, f"reading {label} again"))
+            except ConfigError as e:
+                record_error(run.state, e)
+        if wanted and blocked:
+            run.state.write(name, wanted | {"tables": blocked})
+        else:
+            run.state.remove(name)
     return done
+
+
+def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> None:
+    """Refuse a re-read that cannot be done, before anything is touched.
+
+    :raises ConfigError: when the table is unknown or has no key, or the condition is not valid on either side.
+    :raises GateClosed: when the table has not been read yet.
+    """
+    target = target_of(record, label)
+    if any(chunk.table == label for chunk in record.unfinished):
+        raise GateClosed(f"the snapshot of {label} is not finished", "Run `airflow-cdc snapshot` first.")
+    if where is None:
+        return
+    if not target.table.key:
+        raise ConfigError(f"{label} has no key by which rows could be read again", "Leave --where out.")
+    try:
+        with connected(pipeline.source.dsn) as source:
+            explain = sql.SQL("EXPLAIN ") + _matching_query(target.table, where)
+            rows(source, explain)
+    except psycopg2.Error as e:
+        raise ConfigError(
+            f"--where {where!r} is not a condition on {label}: {str(e).splitlines()[0]}",
+            "Give an SQL condition on its columns.",
+        ) from e
 
 
 def read_again(run: Run, record: Record, label: str, where: str | None = None) -> int:
@@ -121,14 +154,15 @@ def read_keys_again(
 
 def _matching_keys(connection: Connection, table: Table, where: str) -> frozenset[tuple[str, ...]]:
     """The keys of the source's rows that match a condition."""
+    return frozenset(tuple(found) for found in rows(connection, _matching_query(table, where)))
+
+
+def _matching_query(table: Table, where: str) -> sql.Composable:
     key = sql.SQL(", ").join(text_of(column) for column in table.key_columns)
-    parts = [
-        sql.SQL("SELECT {} FROM ONLY {} WHERE {}").format(
-            key, sql.Identifier(leaf.schema, leaf.name), sql.SQL(f"({where})")
-        )
+    return sql.SQL(" UNION ALL ").join(
+        sql.SQL("SELECT {} FROM ONLY {} WHERE {}").format(key, sql.Identifier(leaf.schema, leaf.name), condition(where))
         for leaf in table.leaves
-    ]
-    return frozenset(tuple(found) for found in rows(connection, sql.SQL(" UNION ALL ").join(parts)))
+    )
 
 
 def _keys_query(table: Table, keys: frozenset[tuple[str, ...]]) -> sql.Composable:
@@ -144,7 +178,7 @@ def _keys_query(table: Table, keys: frozenset[tuple[str, ...]]) -> sql.Composabl
             key=key, casts=casts, arrays=arrays, names=names
         )
     columns = sql.SQL(", ").join(text_of(column) for column in table.columns)
-    where = sql.SQL(f"({table.where})") if table.where is not None else sql.SQL("true")
+    where = condition(table.where) if table.where is not None else sql.SQL("true")
     return sql.SQL(" UNION ALL ").join(
         sql.SQL("SELECT {} FROM ONLY {} WHERE {} AND {}").format(
             columns, sql.Identifier(leaf.schema, leaf.name), where, members

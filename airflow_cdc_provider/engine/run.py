@@ -19,10 +19,11 @@ from typing import Any
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError, Fenced, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.errors import CdcError, Fenced, GateClosed, SecondWriter, StateUnwritable
+from airflow_cdc_provider.engine.gate import gate
 from airflow_cdc_provider.engine.sinks.base import Record, Sink
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
-from airflow_cdc_provider.engine.slot import end_walsender, gate
+from airflow_cdc_provider.engine.slot import end_walsender
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, read_heartbeats, write_heartbeat
 
 _BEAT_SECONDS = 2.0
@@ -126,6 +127,11 @@ class Run:
             except CdcError as e:  # raised again by check(), in the thread that works
                 self._beat_lost = e
                 return
+            except Exception as e:  # whatever a file system of fsspec raises
+                self._beat_lost = StateUnwritable(
+                    f"the heartbeat cannot be written to {self.state.url}: {e}", "Check the state location."
+                )
+                return
 
     def end(self) -> None:
         """Stop beating."""
@@ -143,8 +149,11 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     :raises GateClosed: when the source cannot continue the sink's record.
     """
     state = State(pipeline.state)
+    existing_record(pipeline)  # without one there is no state yet, in which an error could be left
     try:
         record = _enter(pipeline, state, part, epoch, takeover)
+    except (SecondWriter, Fenced):
+        raise  # the state is the other run's
     except CdcError as e:
         record_error(state, e)
         raise
@@ -171,6 +180,7 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     record = existing_record(pipeline)
     if epoch is None:
         take_epoch(pipeline, state, takeover)
+        record = existing_record(pipeline)  # the run that was taken over may have committed until then
     else:
         refuse_second_writer(state, part, takeover)
         if record.epoch != epoch:
@@ -180,8 +190,8 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
                 "Nothing to do if the other run is meant; otherwise start a new run.",
             )
     with connected(pipeline.source.dsn) as source:
-        gate(source, pipeline.source.slot, pipeline.source.publication, dict(record.identity), record.applied)
-    return existing_record(pipeline)
+        gate(source, pipeline.source.slot, pipeline.source.publication, record)
+    return record
 
 
 def record_error(state: State, error: CdcError) -> None:

@@ -8,8 +8,10 @@ that the engine needs.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,7 +58,11 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
         for name, value in pipeline.spark.conf.items():
             builder = builder.config(name, value)
     try:
+        interrupt = signal.getsignal(signal.SIGINT)
         spark = builder.getOrCreate()
+        if threading.current_thread() is threading.main_thread():
+            # Spark installs a handler of its own, which would break off the unit at hand.
+            signal.signal(signal.SIGINT, interrupt)
     except Exception as e:
         raise SparkUnusable(
             f"Spark does not start on {pipeline.spark.master}: {str(e).splitlines()[0]}",

@@ -1,10 +1,8 @@
-"""Slot and publication: creation, barrier, restart gate, acknowledgement, end.
+"""Slot and publication: creation, barrier, markers, end.
 
 The slot is created first. Then a barrier waits until every transaction that the
 slot will not stream is visible to every new snapshot: from that moment on, what a
-chunk does not see, the stream delivers. At every start the gate compares the
-source with the sink's commit record, because Postgres itself forwards a stale
-start silently, and the rows in between would be gone without a word.
+chunk does not see, the stream delivers.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
-from airflow_cdc_provider.engine.errors import Blocked, GateClosed, MissingPrivilege, SecondWriter, ServerNotReady
+from airflow_cdc_provider.engine.errors import Blocked, MissingPrivilege, SecondWriter, ServerNotReady
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.preflight import publication_sql
+from airflow_cdc_provider.engine.preflight import publication_sql, published_leaf
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 WAIT_SECONDS = 600.0
@@ -127,9 +125,10 @@ def create_publication(connection: Connection, publication: str, tables: Sequenc
             for table in tables:
                 for leaf in table.leaves:
                     if leaf.oid not in published and table.oid not in published:
-                        name = sql.Identifier(publication)
-                        add = sql.SQL("ALTER PUBLICATION {} ADD TABLE ONLY {}")
-                        rows(connection, add.format(name, sql.Identifier(leaf.schema, leaf.name)))
+                        # As in publication_sql: with the columns and the condition of the table's rule.
+                        add = sql.SQL("ALTER PUBLICATION {} ADD TABLE {}")
+                        item = sql.SQL(published_leaf(connection, table, leaf))
+                        rows(connection, add.format(sql.Identifier(publication), item))
     except MissingPrivilege as e:
         raise MissingPrivilege(
             f"publication {publication!r} cannot be created by this role: {e.message}",
@@ -215,49 +214,6 @@ def emit_marker(connection: Connection, content: str) -> int:
     """Commit a marker into the log and return its LSN: all that was committed before lies below it."""
     query = "SELECT pg_logical_emit_message(true, %s, %s)::text"
     return parse_lsn(scalar(connection, query, [MESSAGE_PREFIX, content]))
-
-
-def gate(connection: Connection, slot: str, publication: str, recorded: dict[str, Any], applied: int) -> SlotState:
-    """Check that the source can continue what the sink's record says.
-
-    :param recorded: the identity in the commit record.
-    :param applied: the record's applied LSN.
-    :raises GateClosed: naming what differs and the repair.
-    """
-    repair = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
-    state = read_slot(connection, slot)
-    if state is None:
-        raise GateClosed(f"replication slot {slot!r} no longer exists on the source", repair)
-    here = scalar(connection, "SELECT current_database()")
-    if state.plugin != "pgoutput" or state.database != here:
-        raise GateClosed(
-            f"replication slot {slot!r} is not ours: plugin {state.plugin!r} in database {state.database!r},"
-            f" expected pgoutput in {here!r}",
-            "Give the pipeline another slot name (`source.slot`).",
-        )
-    if state.wal_status == "lost":
-        raise GateClosed(
-            f"replication slot {slot!r} has lost the log it needs (wal_status = lost)",
-            f"{repair} Raise max_slot_wal_keep_size so that it does not happen again.",
-        )
-    if state.confirmed_flush_lsn > applied:
-        raise GateClosed(
-            f"slot {slot!r} has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, but the sink has"
-            f" applied only up to {format_lsn(applied)}: what lies between is lost to the stream",
-            repair,
-        )
-    now = read_identity(connection, slot, publication).to_dict()
-    differing = [f"{name} was {recorded[name]}, is {now[name]}" for name in now if recorded[name] != now[name]]
-    if differing:
-        raise GateClosed(f"the source is not the one that the sink was filled from: {'; '.join(differing)}", repair)
-    flushed = parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
-    if applied > flushed:
-        raise GateClosed(
-            f"the sink has applied up to {format_lsn(applied)}, but the source's log ends at {format_lsn(flushed)}:"
-            " the source has been set back",
-            repair,
-        )
-    return state
 
 
 def end_walsender(connection: Connection, slot: str, timeout: float = 30.0) -> None:

@@ -95,18 +95,20 @@ def copy_chunks(
 
     with ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool:
         waiting = {pool.submit(copy, task) for task in tasks}
-        while waiting:
-            ready, waiting = wait(waiting, _POLL_SECONDS, return_when=FIRST_COMPLETED)
-            for future in ready:
-                result = future.result()
-                if isinstance(result, CdcError):
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    raise result
-                if result is not None:
-                    finished += 1
-                    rows += result
-            run.check()
-            report(SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started))
+        try:
+            while waiting:
+                ready, waiting = wait(waiting, _POLL_SECONDS, return_when=FIRST_COMPLETED)
+                for future in ready:
+                    result = future.result()
+                    if isinstance(result, CdcError):
+                        raise result
+                    if result is not None:
+                        finished += 1
+                        rows += result
+                run.check()
+                report(SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # after an error, chunks that have not begun stay so
     return SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started)
 
 

@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class SourceOptions:
     :param heartbeat: seconds between two advances without content.
     """
 
-    dsn: str
+    dsn: str = field(repr=False)
     slot: str
     publication: str
     applied: int
@@ -119,7 +119,7 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _options(self) -> SourceOptions:
         return SourceOptions.read(self._config)
 
-    def _connected(self, boundary: int = 0) -> WalReader:
+    def _connected(self) -> WalReader:
         if self._reader is None:
             options = self._options()
             self._reader = WalReader(
@@ -129,7 +129,6 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 options.applied,
                 block_bytes=min(_BLOCK_BYTES, options.max_batch_bytes),
                 buffer_bytes=2 * options.max_batch_bytes,
-                boundary=boundary,
             )
         return self._reader
 
@@ -167,14 +166,14 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = reader.reach(marker)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Ship the raw messages of ``(start, end]``, cut again at the same places after a restart.
+        """Ship the raw messages of ``(start, end]``.
 
-        What the sink already holds is not asked for again: the batch is then empty.
+        A batch that an earlier run planned is asked for again only if the sink holds it: it is then empty.
         """
         first, last = Position.from_json(start), Position.from_json(end)
         if last <= Position(self._options().applied):
             return []
-        pieces = self._connected(boundary=last.lsn).take(first, last)
+        pieces = self._connected().take(first, last)
         failpoint("batch-planned")
         texts = json.dumps(start), json.dumps(end)
         if not pieces:

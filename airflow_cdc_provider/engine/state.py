@@ -78,12 +78,16 @@ class State:
         """The last offset in Spark's checkpoint and whether its batch is committed; ``None`` without a checkpoint.
 
         The file's lines are a version, Spark's metadata, and one offset a source.
+
+        :raises ValueError: when the file is not whole, as after a power cut: Spark does not sync it.
         """
         names = [name.rsplit("/", 1)[-1] for name in self.names("checkpoint/offsets")]
         batches = [int(name) for name in names if name.isdigit()]
         if not batches:
             return None
         lines = self._fs.cat_file(f"{self._root}/checkpoint/offsets/{max(batches)}").decode().splitlines()
+        if len(lines) < 3:
+            raise ValueError(f"the last offset file of {self.checkpoint_url} is not whole")
         return json.loads(lines[2]), f"checkpoint/commits/{max(batches)}" in self.names("checkpoint/commits")
 
     @property

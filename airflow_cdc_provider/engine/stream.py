@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,19 +29,22 @@ from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import chunk_of
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe
 from airflow_cdc_provider.engine.effects import TableFilter, effects
-from airflow_cdc_provider.engine.errors import CdcError, Refused, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.gate import gate
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Piece, decode
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.reread import read_again, read_keys_again, take_requests
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, Sink, StagedPiece, Target
-from airflow_cdc_provider.engine.slot import emit_marker, gate, read_slot, wait_until
+from airflow_cdc_provider.engine.slot import emit_marker, read_slot, wait_until
 from airflow_cdc_provider.engine.source import PostgresCdcSource, SourceOptions
 
 _POLL_SECONDS = 0.25
 _ACKNOWLEDGE_SECONDS = 30.0
+# Each staging after a re-read can ask for other rows: those that moved from the ones that were read.
+_STAGINGS = 5
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Stage:
     batch: str
     targets: dict[int, Target]
     filters: dict[str, TableFilter]
-    source_dsn: str
+    source_dsn: str = field(repr=False)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -175,7 +178,7 @@ class StreamJob:
         )
 
     def _start(self, config: str) -> StreamingQuery:
-        self._sink.sweep()
+        self._sink.sweep(self._run.epoch)
         self._discard_foreign_checkpoint()
         self._spark.dataSource.register(PostgresCdcSource)
         pieces = self._spark.readStream.format("postgres_cdc").option("config", config).load()
@@ -189,7 +192,11 @@ class StreamJob:
 
     def _discard_foreign_checkpoint(self) -> None:
         """Discard a checkpoint that the sink's record does not bear out: it is a cursor, and loses nothing."""
-        latest = self._run.state.latest_offset()
+        try:
+            latest = self._run.state.latest_offset()
+        except ValueError:
+            self._run.state.remove("checkpoint")
+            return
         if latest is None:
             return
         position, committed = Position.from_json(latest[0]), latest[1]
@@ -199,7 +206,7 @@ class StreamJob:
 
     def _gate(self, source: Connection) -> None:
         pipeline = self._pipeline.source
-        gate(source, pipeline.slot, pipeline.publication, dict(self._record.identity), self._applied)
+        gate(source, pipeline.slot, pipeline.publication, self._record, lambda: self._applied)
 
     def _terminated(self, query: StreamingQuery) -> bool:
         """Wait a little; raise what ended the query, if something did."""
@@ -228,6 +235,7 @@ class StreamJob:
         with self._unit:
             self._stopped = True
         query.stop()
+        self._sink.sweep(self._run.epoch)
 
     # -- one batch ---------------------------------------------------------------------------------
 
@@ -240,6 +248,9 @@ class StreamJob:
                 self._apply(pieces, batch)
             except CdcError as e:
                 self._failure = e
+                raise
+            except DRIVER_ERRORS as e:
+                self._failure = driver_failure(e, f"committing batch {batch}")
                 raise
             except PySparkException as e:
                 if not self._run.stopping:
@@ -256,26 +267,28 @@ class StreamJob:
         staged = self._stage(pieces, batch)
         if not staged:
             return  # the sink has it already
-        start, end = Position.from_json(json.loads(staged[0].start)), Position.from_json(json.loads(staged[0].end))
+        end = Position.from_json(json.loads(staged[0].end))
         if end.block:
             self._parts += staged
             return
-        unit = self._parts + staged
-        unit = [replace(piece, index=i) for i, piece in enumerate(unit)]
-        start = Position.from_json(json.loads(unit[0].start))
-        if not self._commit(start, end, unit):
+        unit = _numbered(self._parts + staged)
+        # A checkpoint may be behind the record; what it would repeat, the source has not been asked for.
+        start = max(Position.from_json(json.loads(unit[0].start)).lsn, self._record.applied)
+        for _ in range(_STAGINGS):
+            if self._commit(start, end.lsn, unit):
+                break
             if self._parts:
                 raise StreamFailed(
                     "rows were read again in the middle of a large transaction; it has to be streamed again",
                     "Start again: the stream goes on from the last commit.",
                 )
-            self._sink.sweep()
-            unit = self._stage(pieces, batch)
-            if not self._commit(start, end, unit):
-                raise StreamFailed(
-                    f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
-                    "Run `airflow-cdc resnapshot` for the tables concerned.",
-                )
+            self._sink.sweep(self._run.epoch)
+            unit = _numbered(self._stage(pieces, batch))
+        else:
+            raise StreamFailed(
+                f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
+                "Run `airflow-cdc resnapshot` for the tables concerned.",
+            )
         failpoint("batch-committed")
         self._parts = []
         self._applied = max(self._applied, end.lsn)
@@ -302,7 +315,7 @@ class StreamJob:
                 raise message
         return sorted(messages, key=lambda m: m.index)
 
-    def _commit(self, start: Position, end: Position, unit: list[StagedPiece]) -> bool:
+    def _commit(self, start: int, end: int, unit: list[StagedPiece]) -> bool:
         """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
         split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
         if split:
@@ -310,7 +323,7 @@ class StreamJob:
                 read_again(self._run, self._record, label)
         else:
             try:
-                self._sink.commit(self._run.epoch, start.lsn, end.lsn, unit)
+                self._sink.commit(self._run.epoch, start, end, unit)
                 return True
             except MissingValues as e:
                 xids = np.unique(np.concatenate([np.frombuffer(piece.xids, "<u4") for piece in unit]))
@@ -321,6 +334,11 @@ class StreamJob:
     def _reread_on_request(self) -> None:
         if take_requests(self._run, self._record):
             self._record = existing_record(self._pipeline)
+
+
+def _numbered(pieces: list[StagedPiece]) -> list[StagedPiece]:
+    """Pieces of several batches, numbered in the order in which they are applied."""
+    return [replace(piece, index=i) for i, piece in enumerate(pieces)]
 
 
 def _open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
@@ -352,8 +370,6 @@ def _query_failure(text: str) -> CdcError:
     if lines:
         _, _, tail = lines[-1].partition("airflow_cdc_provider.engine.errors.")
         kind, _, message = tail.partition(": ")
-        if kind == Refused.__name__:
-            return Refused(message, "See the message.")
         return StreamFailed(f"{kind}: {message}", "Start again: the stream goes on from the last commit.")
     return StreamFailed(
         f"the streaming query ended: {text.splitlines()[0] if text else 'without a message'}",

@@ -37,7 +37,6 @@ class WalReader:
     :param dsn: libpq URI of the source.
     :param start: end LSN of the last transaction that is durable in the sink; named to the server.
     :param buffer_bytes: bytes of messages held at most (one block may come on top).
-    :param boundary: see :class:`Buffer`.
     :raises ConnectionFailed: when the server cannot be reached.
     :raises StreamFailed: when it refuses to stream.
     """
@@ -51,18 +50,17 @@ class WalReader:
         *,
         block_bytes: int = 8 << 20,
         buffer_bytes: int = 128 << 20,
-        boundary: int = 0,
     ) -> None:
-        self._buffer = Buffer(Position(start), block_bytes, boundary)
+        self._buffer = Buffer(Position(start), block_bytes)
         self._buffer_bytes = buffer_bytes
         self._changed = threading.Condition()
         self._acknowledged = 0
         self._ask_reply = False
         self._failure: Exception | None = None
         self._closing = False
-        self._wake_read, self._wake_write = os.pipe()
-        self._connection: PGconn = _start_replication(dsn, slot, publication, start)
         self._status_interval = _status_interval(dsn)
+        self._connection: PGconn = _start_replication(dsn, slot, publication, start)
+        self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="wal-reader", daemon=True)
         self._thread.start()
 
@@ -86,11 +84,8 @@ class WalReader:
             return self._buffer.idle_position(after)
 
     def take(self, start: Position, end: Position) -> list[Piece]:
-        """See :meth:`Buffer.take`; waits until the log has been read up to ``end``."""
+        """See :meth:`Buffer.take`."""
         with self._changed:
-            while self._buffer.position < end.lsn:
-                self._await_log()
-            self._buffer.seal()
             return self._buffer.take(start, end)
 
     def _await_log(self) -> None:

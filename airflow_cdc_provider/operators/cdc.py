@@ -78,7 +78,7 @@ class CdcProvisionOperator(BaseOperator):
             result["epoch"],
             len(result["tables"]),
             result["chunks"],
-            result["consistent_point"],
+            result["applied_lsn"],
         )
         return result
 

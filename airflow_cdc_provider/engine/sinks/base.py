@@ -148,14 +148,18 @@ class Sink(Protocol):
     def mode(self) -> Literal["mirror", "changelog"]:
         """Whether tables are kept equal or changes appended."""
 
-    def prepare(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
-        """Create commit record and target tables, or accept those that are there and ours.
+    def prepare(
+        self,
+        targets: Sequence[Target],
+        chunks: Sequence[Chunk],
+        identity: Mapping[str, Any],
+        consistent_point: int,
+    ) -> None:
+        """Create commit record and target tables, or accept those that are there and ours; all or nothing.
 
-        :raises ForeignTable: when a target table has rows that are not ours.
+        :param chunks: of the targets, unfinished.
+        :raises ForeignTable: when a target table has rows that are not ours, or not our key.
         """
-
-    def plan(self, chunks: Sequence[Chunk]) -> None:
-        """Add chunks to the commit record, unfinished; chunks that it knows already stay as they are."""
 
     def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
         """Begin again from another consistent point: every table is one unfinished chunk, whose rows replace it."""
@@ -212,11 +216,12 @@ class Sink(Protocol):
         :returns: false when the record says that it had been applied before.
         :raises MissingValues: when rows must be read again first; nothing was applied.
         :raises Fenced: when the epoch is another's.
+        :raises GateClosed: when the unit does not begin where the record ends.
         :raises StagingLost: when staged rows are gone.
         """
 
-    def sweep(self) -> None:
-        """Remove everything staged; only for the owner of the epoch, between units."""
+    def sweep(self, epoch: int) -> None:
+        """Remove everything staged, between units; nothing when the epoch is another's by now."""
 
     def drop(self) -> None:
         """Remove the commit record and everything staged; target tables stay."""

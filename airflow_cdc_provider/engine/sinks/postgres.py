@@ -12,6 +12,7 @@ writer could read its epoch, be overtaken, and commit after the new one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import psycopg2
 import pyarrow as pa
 from psycopg2 import sql
 
@@ -48,6 +50,9 @@ from airflow_cdc_provider.engine.sinks.postgres_tables import (
 )
 from airflow_cdc_provider.engine.visibility import Snapshot
 
+COMMIT_SECONDS = 30.0
+"""How long a commit in flight is waited for when the epoch is taken, before its session is ended."""
+
 
 @dataclass(frozen=True)
 class PostgresSink:
@@ -64,7 +69,13 @@ class PostgresSink:
 
     # -- the commit record -------------------------------------------------------------------------
 
-    def prepare(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
+    def prepare(
+        self,
+        targets: Sequence[Target],
+        chunks: Sequence[Chunk],
+        identity: Mapping[str, Any],
+        consistent_point: int,
+    ) -> None:
         """See :meth:`.base.Sink.prepare`."""
         with self._transaction() as connection:
             create_record_tables(connection)
@@ -76,12 +87,9 @@ class PostgresSink:
             )
             for target in targets:
                 prepare_target(connection, self.pipeline, self.mode, target)
-
-    def plan(self, chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.base.Sink.plan`."""
-        with self._transaction() as connection:
             for chunk in chunks:
                 self._plan(connection, chunk)
+            failpoint("plan-written")
 
     def _plan(self, connection: Connection, chunk: Chunk) -> None:
         rows(
@@ -147,11 +155,25 @@ class PostgresSink:
     def take_epoch(self, owner: str) -> int:
         """See :meth:`.base.Sink.take_epoch`."""
         failpoint("before-epoch")
-        with self._transaction() as connection:
-            query = "UPDATE airflow_cdc.pipelines SET epoch = epoch + 1, owner = %s WHERE pipeline = %s RETURNING epoch"
-            epoch = int(scalar(connection, query, [owner, self.pipeline]))
+        try:
+            epoch = self._next_epoch(owner)
+        except psycopg2.errors.LockNotAvailable:
+            self._end_sessions()
+            epoch = self._next_epoch(owner)
         failpoint("after-epoch")
         return epoch
+
+    def _next_epoch(self, owner: str) -> int:
+        with self._transaction() as connection:
+            rows(connection, "SELECT set_config('lock_timeout', %s, true)", [f"{int(COMMIT_SECONDS * 1000)}ms"])
+            query = "UPDATE airflow_cdc.pipelines SET epoch = epoch + 1, owner = %s WHERE pipeline = %s RETURNING epoch"
+            return int(scalar(connection, query, [owner, self.pipeline]))
+
+    def _end_sessions(self) -> None:
+        """End what an earlier run has left: a paused process or a lost host would hold the epoch for hours."""
+        with connected(self.dsn) as connection:
+            query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s"
+            rows(connection, query, [self._application])
 
     # -- chunks and re-reads -----------------------------------------------------------------------
 
@@ -324,10 +346,10 @@ class PostgresSink:
             applied = parse_lsn(self._fence(connection, epoch, "FOR UPDATE"))
             skip = applied >= end
             if not skip:
-                if start > applied:
+                if start != applied:
                     raise GateClosed(
-                        f"the unit ({format_lsn(start)}, {format_lsn(end)}] of pipeline {self.pipeline} begins after"
-                        f" the applied LSN {format_lsn(applied)}: transactions in between would be lost",
+                        f"the unit ({format_lsn(start)}, {format_lsn(end)}] of pipeline {self.pipeline} does not begin"
+                        f" at the applied LSN {format_lsn(applied)}: transactions would be lost or repeated",
                         "Start the pipeline again; it goes on from the applied LSN. If the sink was restored from a"
                         " backup, run `airflow-cdc resnapshot --all`.",
                     )
@@ -390,11 +412,15 @@ class PostgresSink:
                 "Start again: the unit is staged anew. The target server has probably crashed in between.",
             )
 
-    def sweep(self) -> None:
+    def sweep(self, epoch: int) -> None:
         """See :meth:`.base.Sink.sweep`."""
-        with connected(self.dsn) as connection:
-            for name in self._staging(connection):
-                rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
+        with contextlib.suppress(Fenced), self._transaction() as connection:
+            self._fence(connection, epoch, "FOR SHARE")
+            self._drop_staging(connection)
+
+    def _drop_staging(self, connection: Connection) -> None:
+        for name in self._staging(connection):
+            rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
 
     def _staging(self, connection: Connection) -> list[str]:
         found = rows(
@@ -407,16 +433,20 @@ class PostgresSink:
 
     def drop(self) -> None:
         """See :meth:`.base.Sink.drop`."""
-        self.sweep()
         with self._transaction() as connection:
             if scalar(connection, "SELECT to_regclass('airflow_cdc.pipelines')") is None:
                 return
+            self._drop_staging(connection)
             for table in ("chunks", "tables", "pipelines"):
                 rows(
                     connection,
                     sql.SQL("DELETE FROM {} WHERE pipeline = %s").format(sql.Identifier("airflow_cdc", table)),
                     [self.pipeline],
                 )
+
+    @property
+    def _application(self) -> str:
+        return f"airflow-cdc sink {self.pipeline}"
 
     @property
     def _staging_prefix(self) -> str:
@@ -427,7 +457,7 @@ class PostgresSink:
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        connection = connect(self.dsn, f"airflow-cdc sink {self.pipeline}", autocommit=False)
+        connection = connect(self.dsn, self._application, autocommit=False)
         try:
             with connection:
                 rows(connection, "SET LOCAL synchronous_commit = on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Sequence
 
+import psycopg2
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 from psycopg2 import sql
@@ -29,7 +30,13 @@ def copy_batches(
     names = sql.SQL(", ").join(map(sql.Identifier, columns))
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT csv)").format(table, names)
     with connection.cursor() as cursor:
-        cursor.copy_expert(statement, _CsvReader(iter(batches)), size=_READ_BYTES)
+        reader = _CsvReader(iter(batches))
+        try:
+            cursor.copy_expert(statement, reader, size=_READ_BYTES)
+        except psycopg2.Error:
+            if reader.failure is not None:  # COPY wraps it into an error of its own
+                raise reader.failure from None
+            raise
         return cursor.rowcount
 
 
@@ -40,11 +47,19 @@ class _CsvReader(io.RawIOBase):
         super().__init__()
         self._batches = batches
         self._current: pa.BufferReader | None = None
+        self.failure: Exception | None = None
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
+        try:
+            return self._read(size)
+        except Exception as e:
+            self.failure = e
+            raise
+
+    def _read(self, size: int) -> bytes:
         while True:
             if self._current is not None and (data := self._current.read(size)):
                 return bytes(data)

@@ -13,7 +13,7 @@ from typing import Literal
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, condition, rows, scalar
 from airflow_cdc_provider.engine.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.errors import ForeignTable
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
@@ -94,6 +94,12 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
             " did not write",
             "Empty or drop the table, or give the pipeline another target schema (`sink.schema`).",
         )
+    if exists and not ours and mode == "mirror" and not _has_key(connection, table, target):
+        raise ForeignTable(
+            f"the target table {target.schema}.{target.name} exists, but has no unique key on"
+            f" ({', '.join(target.table.key)})",
+            "Drop the table, so that it is created as it has to be, or give it that primary key.",
+        )
     if not exists:
         schema = sql.Identifier(target.schema)
         if scalar(connection, "SELECT to_regnamespace(%s)", [schema.as_string(connection)]) is None:
@@ -116,6 +122,16 @@ def record_target(connection: Connection, pipeline: str, target: Target) -> None
         " VALUES (%s, %s, %s, %s, %s) ON CONFLICT (pipeline, source_table) DO NOTHING",
         [pipeline, target.table.label, target.schema, target.name, json.dumps(target.table.to_dict())],
     )
+
+
+def _has_key(connection: Connection, table: sql.Composable, target: Target) -> bool:
+    """Whether a unique index, neither partial nor deferrable, stands on exactly the key's columns."""
+    query = (
+        "SELECT 1 FROM pg_index i WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indimmediate"
+        " AND i.indpred IS NULL AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute a"
+        " WHERE a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)) = %s::text[]"
+    )
+    return bool(rows(connection, query, [table.as_string(connection), sorted(target.table.key)]))
 
 
 def _definition(connection: Connection, column: Column) -> sql.Composable:
@@ -165,12 +181,12 @@ class TableStatements:
         if not keys:
             return
         columns = [list(column) for column in zip(*sorted(keys), strict=True)]
-        types = [self._target.table.columns[i] for i in self._key]
+        types = self._key_types()
         unnest = sql.SQL(", ").join(sql.SQL("{}::text[]").format(sql.Literal(column)) for column in columns)
         names = sql.SQL(", ").join(sql.SQL(f"k{n}") for n in range(len(columns)))
         match = sql.SQL(" AND ").join(
-            sql.SQL("t.{} = k." + f"k{n}::" + column.type).format(sql.Identifier(column.name))
-            for n, column in enumerate(types)
+            sql.SQL(f"t.{{}} = k.k{n}::{kind}").format(self._names[i])
+            for n, (i, kind) in enumerate(zip(self._key, types, strict=True))
         )
         self._run(
             "DELETE FROM {table} t USING unnest({unnest}) AS k({names}) WHERE {match}",
@@ -178,6 +194,15 @@ class TableStatements:
             names=names,
             match=match,
         )
+
+    def _key_types(self) -> list[str]:
+        """The types of the key columns in the target, where a type that it does not know is text."""
+        query = (
+            "SELECT format_type(atttypid, NULL) FROM unnest(%s::text[]) WITH ORDINALITY AS k (name, position)"
+            " JOIN pg_attribute ON attrelid = to_regclass(%s) AND attname = name ORDER BY position"
+        )
+        names = list(self._target.table.key)
+        return [kind for (kind,) in rows(self._connection, query, [names, self._table.as_string(self._connection)])]
 
     def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: str) -> int:
         """In a changelog, say that rows are about to be read again: a truncate, or a delete of each key.
@@ -206,7 +231,7 @@ class TableStatements:
     def matching_keys(self, where: str) -> frozenset[tuple[str, ...]]:
         """The keys of the rows that match a condition."""
         key = sql.SQL(", ").join(sql.SQL("format('%s', {})").format(self._names[i]) for i in self._key)
-        found = self._run("SELECT {key} FROM {table} WHERE {where}", key=key, where=sql.SQL(f"({where})"))
+        found = self._run("SELECT {key} FROM {table} WHERE {where}", key=key, where=condition(where))
         return frozenset(tuple(str(value) for value in values) for values in found)
 
     def create_mirror_staging(self, relation: str, columns: Sequence[str]) -> None:
