@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     cases = frozenset(options.cases or CASES)
     series: list[Series] = []
+    load = os.getloadavg()[0]
     try:
         with laboratory() as lab:
             if SNAPSHOT in cases:
@@ -35,13 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (WrongResult, CdcError) as e:
         print(f"benchmark failed: {e}", file=sys.stderr)
         return 1
-    machine = describe_machine(str(version))
+    machine = describe_machine(str(version), load)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(as_text(series))
     if options.json:
         document = {"machine": machine, "repeat": options.repeat, "cases": as_json(series)}
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _case(text: str) -> str:
+    if text not in CASES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(CASES)}")
+    return text
 
 
 def _positive(text: str) -> int:
@@ -53,9 +61,7 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "cases", nargs="*", metavar="case", choices=[[], *CASES], help=f"of {', '.join(CASES)}; all by default"
-    )
+    parser.add_argument("cases", nargs="*", metavar="case", type=_case, help=f"{', '.join(CASES)}; all by default")
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file, too")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -50,9 +51,18 @@ def check(expected: object, found: object, what: str) -> None:
         raise WrongResult(f"{what}: {found}, but {expected} is right")
 
 
-def describe_machine(postgres: str) -> dict[str, str | int | float]:
-    """What the figures depend on."""
+def tell(case: str, rows: int, seconds: float) -> None:
+    """Show that something goes on."""
+    print(f"{case}: {rows:,} rows in {seconds:.2f} s", file=sys.stderr)
+
+
+def describe_machine(postgres: str, load: float) -> dict[str, str | int | float]:
+    """What the figures depend on.
+
+    :param load: the load average before anything was started.
+    """
     return {
+        "load_before": round(load, 2),
         "cores": os.cpu_count() or 0,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "platform": f"{platform.system()} {platform.machine()}",

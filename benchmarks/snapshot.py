@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
 from benchmarks.lab import TABLE_DDL, Lab, create_database, drop_database, execute, fill
-from benchmarks.report import Series, check
+from benchmarks.report import Series, check, tell
 
 COPY = "copy | copy"
 _WARM_ROWS = 20_000
@@ -34,7 +34,9 @@ def _measure(lab: Lab, database: str, rows: int, repeat: int) -> list[Series]:
     copied, ours = [], []
     for _ in range(repeat):
         copied.append(_copy(lab, database))
+        tell(COPY, rows, copied[-1])
         ours.append(_chunks(lab, database, rows))
+        tell("snapshot", rows, ours[-1])
     drop_database(lab.source, database)
     return [Series(COPY, rows, tuple(copied)), Series("snapshot", rows, tuple(ours), COPY)]
 

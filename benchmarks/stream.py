@@ -33,9 +33,9 @@ from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
 from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_slot
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
 from airflow_cdc_provider.engine.source import PostgresCdcSource, SourceOptions
-from airflow_cdc_provider.engine.stream import Stage, StreamJob, StreamProgress
+from airflow_cdc_provider.engine.stream import Stage, StreamJob
 from benchmarks.lab import ROW, SCHEMA, TABLE, TABLE_DDL, Lab, create_database, drop_database, execute, fill, query
-from benchmarks.report import Series, WrongResult, check
+from benchmarks.report import Series, WrongResult, check, tell
 from benchmarks.sinks import NoopSink, ParquetSink
 
 RECVLOGICAL = "pg_recvlogical"
@@ -69,16 +69,24 @@ class Backlog:
 
 @dataclass
 class Clock:
-    """Takes the time at which the end of the backlog is done."""
+    """Takes the time from the start of a slot's walsender until the end of the backlog is done."""
 
+    lab: Lab
+    slot: str
     end: int
     stopped: threading.Event = field(default_factory=threading.Event)
-    at: float = 0.0
+    seconds: float = 0.0
 
     def passed(self, lsn: int) -> None:
-        """Note that everything up to ``lsn`` is done."""
+        """Note that everything up to ``lsn`` is done; the walsender still runs."""
         if lsn >= self.end and not self.stopped.is_set():
-            self.at = time.time()
+            now = time.time()
+            text = (
+                "SELECT extract(epoch FROM backend_start)::float8 FROM pg_stat_replication WHERE application_name = %s"
+            )
+            (started,) = query(self.lab.source.dsn(), text, f"airflow-cdc {self.slot}")
+            assert isinstance(started, float)
+            self.seconds = now - started
             self.stopped.set()
 
 
@@ -109,6 +117,7 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: frozense
         for case in chosen:
             lab.settle()
             seconds[case].append(runs[case](i))
+            tell(case, changes, seconds[case][-1])
     for pipeline in mirrors:
         commands.drop(pipeline)
         drop_database(lab.target, pipeline.name)
@@ -204,18 +213,14 @@ def _parquet(lab: Lab, backlog: Backlog) -> float:
 
 
 def _mirror(lab: Lab, backlog: Backlog, pipeline: Pipeline) -> float:
-    clock, started = Clock(backlog.end), 0.0
-
-    def report(progress: StreamProgress) -> None:
-        nonlocal started
-        clock.passed(progress.applied)
-        started = started or (_walsender_start(lab, pipeline.source.slot) if clock.stopped.is_set() else 0.0)
-
+    clock = Clock(lab, pipeline.source.slot, backlog.end)
     with run_part(pipeline, "stream", None) as (run, record):
-        progress = StreamJob(lab.spark, run, record, report).follow(backlog.end)
+        progress = StreamJob(lab.spark, run, record, lambda progress: clock.passed(progress.applied)).follow(
+            backlog.end
+        )
     check(backlog.changes, progress.changes, f"{MIRROR}: changes")
     lab.check_equal(backlog.database, pipeline.name, f"{MIRROR}: rows and checksum")
-    return clock.at - started
+    return clock.seconds
 
 
 def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list[StagedPiece]]:
@@ -226,7 +231,7 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
         tables = resolve(source, pipeline.source.tables, sink.mode)
     targets = {leaf.oid: Target(table, table.schema, table.name) for table in tables for leaf in table.leaves}
     staged: list[StagedPiece] = []
-    clock = Clock(backlog.end)
+    clock = Clock(lab, slot, backlog.end)
 
     def stage(pieces: DataFrame, batch: int) -> None:
         task = Stage(sink, 0, str(batch), targets, {}, dsn)  # type: ignore[arg-type]  # a part of a sink will do
@@ -243,19 +248,18 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
     with options.file() as config:
         pieces = lab.spark.readStream.format("postgres_cdc").option("config", config).load()
         checkpoint = lab.directory / "checkpoints" / slot
-        query = pieces.writeStream.foreachBatch(stage).option("checkpointLocation", str(checkpoint)).start()
+        stream = pieces.writeStream.foreachBatch(stage).option("checkpointLocation", str(checkpoint)).start()
         try:
             deadline = time.monotonic() + _SECONDS
-            while query.isActive and not clock.stopped.wait(0.1) and time.monotonic() < deadline:
+            while stream.isActive and not clock.stopped.wait(0.1) and time.monotonic() < deadline:
                 pass
             if not clock.stopped.is_set():
-                raise WrongResult(f"the stream did not reach the end of the backlog: {query.exception()}")
-            started = _walsender_start(lab, slot)
+                raise WrongResult(f"the stream did not reach the end of the backlog: {stream.exception()}")
         finally:
-            query.stop()
+            stream.stop()
     with connected(dsn) as source:
         drop_slot(source, slot)
-    return clock.at - started, staged
+    return clock.seconds, staged
 
 
 _copies = iter(range(1_000_000))
@@ -268,11 +272,3 @@ def _copy_slot(lab: Lab, backlog: Backlog) -> str:
     copied = query(dsn, "SELECT lsn::text FROM pg_copy_logical_replication_slot(%s, %s)", _BASE_SLOT, name)
     check(backlog.start, parse_lsn(str(copied[0])), "position of a copied slot")
     return name
-
-
-def _walsender_start(lab: Lab, slot: str) -> float:
-    """When the engine connected to ``slot``, in seconds since 1970 by the clock of this machine."""
-    text = "SELECT extract(epoch FROM backend_start)::float8 FROM pg_stat_replication WHERE application_name = %s"
-    (started,) = query(lab.source.dsn(), text, f"airflow-cdc {slot}")
-    assert isinstance(started, float)
-    return started
