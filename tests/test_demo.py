@@ -13,7 +13,7 @@ import pytest
 
 from airflow_cdc_provider.demo.__main__ import DemoFailed, work_directory, write_pipeline
 from airflow_cdc_provider.demo.airflow import TaskState
-from airflow_cdc_provider.demo.show import Moment, Outcome, Screen, clock, progress_line, summary
+from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, clock, progress_line, summary
 from airflow_cdc_provider.engine.config import Pipeline
 
 NEW: Mapping[str, Any] = {
@@ -79,15 +79,20 @@ VERIFIED: Mapping[str, Any] = {
     "not_compared": [],
 }
 
+COURSE = Course(
+    start=Moment(COPYING, "running", COPYING_TASKS, 10),
+    live=[Moment({**STREAMING, "lag_seconds": lag}, "running", [], 20) for lag in (7.0, 0.4, 0.5)],
+    end=Moment(STREAMING, "success", [task("stream", "success", try_number=2)], 54_321),
+)
+
 OUTCOME = Outcome(
+    course=COURSE,
     verified=VERIFIED,
     jobs={
         "snapshot-0": {"rows": 600, "seconds": 2.0},
         "snapshot-1": {"rows": 500, "seconds": 1.5},
         "stream": {"changes": 900, "seconds": 3.0},
     },
-    start=Moment(COPYING, "running", COPYING_TASKS, 10),
-    end=Moment(STREAMING, "success", [task("stream", "success", try_number=2)], 54_321),
     seconds=185.0,
 )
 
@@ -157,7 +162,8 @@ def test_the_summary_shows_tables_speed_and_slot() -> None:
     ]
     assert "snapshot    1,100 rows in 2.0 s, 550 rows/s" in lines
     assert "stream      900 row changes in 3.0 s of work, 300 rows/s" in lines
-    assert "slot        restart_lsn from 0/FFFF00 to 0/1F00000, keeps 1.0 MiB of log" in lines
+    assert "live        0.5 s behind the writers (median)" in lines
+    assert "slot        restart_lsn from 0/FFFF00 to 0/1F00000, keeps 1.0 MiB" in lines
     assert "Dag run     success, 1 tasks, stream needed 2 tries" in lines
 
 
@@ -167,8 +173,8 @@ def test_the_summary_shows_tables_speed_and_slot() -> None:
         ({"verified": {**VERIFIED, "equal": False, "tables": [{"table": "shop.orders", "equal": False}]}}, "differ in"),
         ({"verified": {**VERIFIED, "tables": []}}, "not compared: all"),
         ({"verified": {**VERIFIED, "not_compared": ["shop.log"]}}, "not compared: shop.log"),
-        ({"end": replace(OUTCOME.end, run="failed")}, "ended as failed"),
-        ({"end": replace(OUTCOME.end, status=COPYING)}, "restart_lsn is still 0/FFFF00"),
+        ({"course": replace(COURSE, end=replace(COURSE.end, run="failed"))}, "ended as failed"),
+        ({"course": replace(COURSE, end=replace(COURSE.end, status=COPYING))}, "was 0/FFFF00 and is 0/FFFF00"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], problem: str) -> None:

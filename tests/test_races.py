@@ -196,6 +196,24 @@ def test_a_transaction_that_is_open_across_chunks(make_pipeline: Make, mode: Mod
     assert pipeline.target_rows("SELECT count(*) FROM public.t WHERE _op = 'r'") == [(20,)]
 
 
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_a_transaction_that_ends_between_two_chunks(make_pipeline: Make, mode: Mode) -> None:
+    """The first chunk's snapshot lists it as running although its id is below others that are over."""
+    pipeline = make_pipeline(mode=mode)
+    pipeline.provision()
+    with transaction(pipeline.databases.source, "UPDATE public.t SET body = 'open' WHERE id IN (2, 12)") as open_:
+        pipeline.source("UPDATE public.t SET body = 'closed' WHERE id IN (4, 14)")
+        pipeline.copy(0)
+        open_.commit()
+    pipeline.copy(1)
+    pipeline.apply()
+    pipeline.assert_verified()
+    if mode == "mirror":
+        pipeline.assert_equal()
+    else:
+        assert [event[:2] for event in events(pipeline)] == [("u", 2)]
+
+
 def test_a_transaction_that_is_open_across_the_barrier(make_pipeline: Make) -> None:
     pipeline = make_pipeline()
     names = pipeline.pipeline.source

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psycopg
@@ -26,7 +26,7 @@ import psycopg
 from airflow_cdc_provider.demo import shop
 from airflow_cdc_provider.demo.airflow import FINAL_STATES, AirflowStack
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from airflow_cdc_provider.demo.show import Moment, Outcome, Screen, summary
+from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, summary
 from airflow_cdc_provider.engine import commands, slot
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
@@ -91,21 +91,21 @@ class DagRun:
         self.screen.show(moment)
         return moment
 
-    def until(self, what: str, holds: Callable[[Moment], bool]) -> Moment:
-        """Look until something holds.
+    def until(self, what: str, holds: Callable[[Moment], bool]) -> list[Moment]:
+        """Look until something holds; what was seen meanwhile, of which the last has it.
 
         :raises DemoFailed: when the run ends before, or time is up.
         """
         seen: list[Moment] = []
 
         def reached() -> bool:
-            seen[:] = [self.look()]
-            return holds(seen[0]) or seen[0].run in FINAL_STATES
+            seen.append(self.look())
+            return holds(seen[-1]) or seen[-1].run in FINAL_STATES
 
         in_time = await_condition(reached, STEP_SECONDS, LOOK_SECONDS)
-        if holds(seen[0]):
-            return seen[0]
-        why = f"the Dag run ended as {seen[0].run}" if in_time else f"{STEP_SECONDS:.0f} seconds have passed"
+        if holds(seen[-1]):
+            return seen
+        why = f"the Dag run ended as {seen[-1].run}" if in_time else f"{STEP_SECONDS:.0f} seconds have passed"
         raise DemoFailed(f"Waiting for {what}: {why}.", self.explain())
 
     def explain(self) -> str:
@@ -166,7 +166,7 @@ def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
     with ExitStack() as started:
         run = begin(started, directory, screen)
         try:
-            succeeded = judge(run, *follow(run))
+            succeeded = judge(run, follow(run))
         except CdcError as error:
             if not keep:
                 raise
@@ -235,37 +235,38 @@ def write_pipeline(directory: Path) -> Path:
     return path
 
 
-def follow(run: DagRun) -> tuple[Moment, Moment]:
-    """Follow the run to its end: what was seen when the slot had been made, and when all was over."""
+def follow(run: DagRun) -> Course:
+    """Follow the run to its end."""
     say = run.screen.say
-    start = run.until("the slot", lambda moment: moment.applied > 0 and moment.restart > 0)
+    *_, start = run.until("the slot", lambda moment: moment.applied > 0 and moment.restart > 0)
     say(f"The slot is made, its restart_lsn is {format_lsn(start.restart)}. Spark copies chunks.")
-    copied = run.until("the snapshot", lambda moment: moment.copied)
+    *_, copied = run.until("the snapshot", lambda moment: moment.copied)
     say(f"The snapshot is finished: {copied.chunks[1]} chunks. The stream applies what was changed meanwhile.")
     run.until("a consistent copy", lambda moment: moment.live)
     say("The copy is consistent: from here on it is, at any time, what the source was a moment before.")
     live_until = run.screen.seconds + LIVE_SECONDS
-    run.until("some time live", lambda moment: run.screen.seconds >= live_until)
+    live = run.until("some time live", lambda moment: run.screen.seconds >= live_until)
     run.writers.stop()
     with connected(run.pipeline.source.dsn) as source:
         marker = slot.emit_marker(source, "demo")
     say(f"The writers have stopped; all they did lies before {format_lsn(marker)} in the log.")
     run.until(f"the copy to reach {format_lsn(marker)}", lambda moment: moment.applied >= marker)
     say("The copy has caught up.")
-    moved = run.until("restart_lsn to move", lambda moment: moment.restart > start.restart)
+    *_, moved = run.until("restart_lsn to move", lambda moment: moment.restart > start.restart)
     say(f"The slot's restart_lsn has moved to {format_lsn(moved.restart)}: the source may remove its log up to there.")
     # A stream that Airflow is about to start again is asked once it lives.
     run.until("the stream to listen", lambda moment: bool(commands.stop(run.pipeline)["asked"]))
     say("The stream is asked to stop; the run goes on to verify.")
-    return start, run.until("the end of the run", lambda moment: moment.run in FINAL_STATES)
+    *_, end = run.until("the end of the run", lambda moment: moment.run in FINAL_STATES)
+    return Course(start, live, end)
 
 
-def judge(run: DagRun, start: Moment, end: Moment) -> bool:
+def judge(run: DagRun, course: Course) -> bool:
     """Compare source and target once more, print the result, and tell whether all is as it should be."""
-    run.screen.say(f"The Dag run ended as {end.run}. Every row is compared once more.")
+    run.screen.say(f"The Dag run ended as {course.end.run}. Every row is compared once more.")
     verified = commands.verify(run.pipeline)
     jobs = {beat.part: beat.progress for beat in read_heartbeats(State(run.pipeline.state))}
-    outcome = Outcome(verified, jobs, start, run.look(), run.screen.seconds)
+    outcome = Outcome(replace(course, end=run.look()), verified, jobs, run.screen.seconds)
     run.screen.print(f"\n{summary(outcome)}\n")
     for problem in outcome.problems:
         run.screen.print(f"FAILED: {problem}.")

@@ -7,10 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TextIO
 
 from airflow_cdc_provider.demo.airflow import TaskState
-from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.table import human_bytes, text_table
 
 QUIET_SECONDS = 10.0
@@ -141,20 +142,31 @@ def progress_line(moment: Moment) -> str:
 
 
 @dataclass(frozen=True)
+class Course:
+    """How the run went.
+
+    :param start: seen when the slot had been made.
+    :param live: seen while the stream followed the writers.
+    :param end: seen when all was over.
+    """
+
+    start: Moment
+    live: Sequence[Moment]
+    end: Moment
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What the demo came to.
 
     :param verified: what ``airflow-cdc verify`` returned at the end.
     :param jobs: progress of the Spark jobs by the part they had in the run.
-    :param start: seen after the slot was made.
-    :param end: seen after everything.
     :param seconds: from the start of the demo to its end.
     """
 
+    course: Course
     verified: Mapping[str, Any]
     jobs: Mapping[str, Mapping[str, Any]]
-    start: Moment
-    end: Moment
     seconds: float
 
     @property
@@ -164,10 +176,11 @@ class Outcome:
         found = [f"source and target differ in {', '.join(different)}"] if different else []
         if not self.verified["tables"] or self.verified["not_compared"]:
             found.append(f"tables were not compared: {', '.join(self.verified['not_compared']) or 'all'}")
-        if self.end.run != "success":
-            found.append(f"the Dag run ended as {self.end.run}")
-        if self.end.restart <= self.start.restart:
-            found.append(f"restart_lsn is still {self.start.status['slot']['restart_lsn']}")
+        start, end = self.course.start, self.course.end
+        if end.run != "success":
+            found.append(f"the Dag run ended as {end.run}")
+        if end.restart <= start.restart:
+            found.append(f"restart_lsn was {format_lsn(start.restart)} and is {format_lsn(end.restart)}")
         return found
 
 
@@ -189,22 +202,18 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     copies = [job for part, job in outcome.jobs.items() if part.startswith("snapshot") and "rows" in job]
     rows, seconds = sum(job["rows"] for job in copies), max((job["seconds"] for job in copies), default=0.0)
     stream = outcome.jobs.get("stream", {})
-    end = outcome.end
+    changes, worked = stream.get("changes", 0), stream.get("seconds", 0.0)
+    course, end = outcome.course, outcome.course.end
+    lag = median(moment.status["lag_seconds"] or 0.0 for moment in course.live)
+    kept = human_bytes(end.status["slot"]["retained_bytes"])
     tries = [f"{task['task_id']} needed {task['try_number']} tries" for task in end.tasks if task["try_number"] > 1]
     return [
-        ("snapshot", f"{rows:,} rows in {seconds:.1f} s, {_rate(rows, seconds)} rows/s"),
-        (
-            "stream",
-            f"{stream.get('changes', 0):,} row changes in {stream.get('seconds', 0.0):.1f} s of work, "
-            f"{_rate(stream.get('changes', 0), stream.get('seconds', 0.0))} rows/s",
-        ),
         ("writers", f"{end.transactions:,} transactions while snapshot and stream were at work"),
-        ("applied", end.status["applied_lsn"]),
-        (
-            "slot",
-            f"restart_lsn from {outcome.start.status['slot']['restart_lsn']} to {end.status['slot']['restart_lsn']}, "
-            f"keeps {human_bytes(end.status['slot']['retained_bytes'])} of log",
-        ),
+        ("snapshot", f"{rows:,} rows in {seconds:.1f} s, {_rate(rows, seconds)} rows/s"),
+        ("stream", f"{changes:,} row changes in {worked:.1f} s of work, {_rate(changes, worked)} rows/s"),
+        ("live", f"{lag:.1f} s behind the writers (median)"),
+        ("applied", format_lsn(end.applied)),
+        ("slot", f"restart_lsn from {format_lsn(course.start.restart)} to {format_lsn(end.restart)}, keeps {kept}"),
         ("Dag run", ", ".join([end.run, f"{len(end.tasks)} tasks", *tries])),
         ("total time", f"{clock(outcome.seconds)} minutes"),
     ]
