@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.catalog import Leaf, Mode, Table, resolve
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connected, rows
 from airflow_cdc_provider.engine.errors import ConfigError, UncapturableTable, UnknownTable
-from airflow_cdc_provider.engine.preflight import publication_sql
+from airflow_cdc_provider.engine.publication import publication_sql
 from tests.conftest import ServerMaker, create_database, drop_database
 
 

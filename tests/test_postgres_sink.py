@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import Fenced, ForeignTable, GateClosed, StagingLost
-from airflow_cdc_provider.engine.sinks import postgres
+from airflow_cdc_provider.engine.sinks import postgres_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
 from airflow_cdc_provider.engine.sinks.postgres_tables import FIRST_READ
@@ -190,7 +190,7 @@ def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
 ) -> None:
     """The epoch row is locked by the commit, so taking over waits; a plain SELECT would let both through."""
     sink, epoch = prepared(databases.target)
-    monkeypatch.setattr(postgres, "COMMIT_SECONDS", 0.2)
+    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(databases.target) as commit:
         commit.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
         with pytest.raises(Exception, match="lock timeout"):
@@ -203,7 +203,7 @@ def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
 ) -> None:
     """A paused process or a lost host would hold the epoch's row for hours."""
     sink, epoch = prepared(databases.target)
-    monkeypatch.setattr(postgres, "COMMIT_SECONDS", 0.2)
+    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(databases.target, application_name="airflow-cdc sink p") as paused:
         paused.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
         assert sink.take_epoch("next") == epoch + 1

@@ -27,7 +27,8 @@ from airflow_cdc_provider.engine.errors import (
     UncapturableTable,
     UnknownTable,
 )
-from airflow_cdc_provider.engine.preflight import Finding, preflight, publication_sql, require
+from airflow_cdc_provider.engine.preflight import Finding, preflight, require
+from airflow_cdc_provider.engine.publication import publication_sql
 from tests.conftest import Databases, ServerMaker
 
 ORDERS = "CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY, body text)"

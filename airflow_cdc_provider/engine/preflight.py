@@ -37,6 +37,7 @@ from airflow_cdc_provider.engine.errors import (
     SinkIsSource,
     StateUnwritable,
 )
+from airflow_cdc_provider.engine.publication import publication_sql
 
 T = TypeVar("T")
 
@@ -140,36 +141,6 @@ def require(findings: Sequence[Finding]) -> None:
 def target_of(pipeline: Pipeline, table: Table) -> tuple[str, str]:
     """Schema and name of the target of a source table."""
     return pipeline.sink.schema.replace("{schema}", table.schema), table.name
-
-
-def publication_sql(connection: Connection, publication: str, tables: Sequence[Table]) -> str:
-    """The statement that creates a publication of the tables' leaves, with the columns and conditions of their rules.
-
-    :param connection: to the source.
-    :param publication: its name.
-    :raises ConfigError: when rules choose columns or rows and the server is older than Postgres 15.
-    """
-    items = ", ".join(published_leaf(connection, table, leaf) for table in tables for leaf in table.leaves)
-    name = sql.Identifier(publication).as_string(connection)
-    return (
-        f"CREATE PUBLICATION {name}{' FOR TABLE ' if items else ''}{items} WITH (publish_via_partition_root = false);"
-    )
-
-
-def published_leaf(connection: Connection, table: Table, leaf: Leaf) -> str:
-    """A leaf as it stands in ``CREATE PUBLICATION … FOR TABLE``, with the columns and condition of its rule."""
-    if (table.column_list or table.where is not None) and connection.info.server_version < 150000:
-        raise ConfigError(
-            f"source.tables: columns and where of {table.label} need Postgres 15 or newer on the source",
-            "Remove columns and where from the rule, or upgrade the source.",
-        )
-    parts = [sql.SQL("ONLY {}").format(sql.Identifier(leaf.schema, leaf.name))]
-    if table.column_list:
-        names = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.columns)
-        parts.append(sql.SQL(" ({})").format(names))
-    if table.where is not None:
-        parts.append(sql.SQL(" WHERE (") + sql.SQL(table.where) + sql.SQL("\n)"))
-    return sql.Composed(parts).as_string(connection)
 
 
 def _version(source: Connection) -> str:

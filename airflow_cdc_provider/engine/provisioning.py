@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, GateClosed
 from airflow_cdc_provider.engine.gate import gate
+from airflow_cdc_provider.engine.publication import create_publication, drop_publication
 from airflow_cdc_provider.engine.run import existing_record, refuse_second_writer, sink_of, take_epoch
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
@@ -53,7 +54,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             gate(source, names.slot, names.publication, record)
             added = _added_tables(record, tables)
             if added:
-                slot.create_publication(source, names.publication, tables)
+                create_publication(source, names.publication, tables)
                 slot.barrier(source)
                 chunks = _plan(source, pipeline, added)
                 sink.prepare(_targets(pipeline, added), chunks, record.identity, record.applied)
@@ -103,7 +104,7 @@ def _new_slot(
     names = pipeline.source
     state.write(_PROVISIONING, {"slot": names.slot})
     slot.drop_slot(source, names.slot)
-    created = slot.create_publication(source, names.publication, tables)
+    created = create_publication(source, names.publication, tables)
     try:
         consistent = slot.create_slot(source, names.slot)
         slot.barrier(source)
@@ -112,7 +113,7 @@ def _new_slot(
     except BaseException:
         slot.drop_slot(source, names.slot)
         if created:
-            slot.drop_publication(source, names.publication)
+            drop_publication(source, names.publication)
         state.remove(_PROVISIONING)
         raise
 
@@ -122,7 +123,7 @@ def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, s
     if record is not None:
         slot.drop_slot(source, record.identity["slot"])
         if record.identity["created_publication"]:
-            slot.drop_publication(source, pipeline.source.publication)
+            drop_publication(source, pipeline.source.publication)
     elif (left := state.read(_PROVISIONING)) is not None:
         slot.drop_slot(source, left["slot"])
 

@@ -1,4 +1,4 @@
-"""Slot and publication: creation, barrier, markers, end.
+"""The replication slot: creation, barrier, markers, end.
 
 The slot is created first. Then a barrier waits until every transaction that the
 slot will not stream is visible to every new snapshot: from that moment on, what a
@@ -8,20 +8,17 @@ chunk does not see, the stream delivers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psycopg2
-from psycopg2 import sql
 
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
-from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
 from airflow_cdc_provider.engine.errors import Blocked, MissingPrivilege, SecondWriter, ServerNotReady
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.preflight import publication_sql, published_leaf
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 WAIT_SECONDS = 600.0
@@ -99,42 +96,6 @@ def read_identity(connection: Connection, slot: str, publication: str) -> Identi
         [publication],
     )
     return Identity(system, timeline, database, slot, oid or 0)
-
-
-def create_publication(connection: Connection, publication: str, tables: Sequence[Table]) -> bool:
-    """Create the publication, or add missing tables to the one that exists.
-
-    :returns: whether it was created.
-    :raises MissingPrivilege: when the role may not; the solution is the SQL for a DBA.
-    """
-    statement = publication_sql(connection, publication, tables)
-    exists = rows(connection, "SELECT puballtables FROM pg_publication WHERE pubname = %s", [publication])
-    try:
-        if not exists:
-            rows(connection, statement)
-        elif not exists[0][0]:
-            published = {
-                oid
-                for (oid,) in rows(
-                    connection,
-                    "SELECT prrelid::bigint FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
-                    " WHERE pubname = %s",
-                    [publication],
-                )
-            }
-            for table in tables:
-                for leaf in table.leaves:
-                    if leaf.oid not in published and table.oid not in published:
-                        # As in publication_sql: with the columns and the condition of the table's rule.
-                        add = sql.SQL("ALTER PUBLICATION {} ADD TABLE {}")
-                        item = sql.SQL(published_leaf(connection, table, leaf))
-                        rows(connection, add.format(sql.Identifier(publication), item))
-    except MissingPrivilege as e:
-        raise MissingPrivilege(
-            f"publication {publication!r} cannot be created by this role: {e.message}",
-            f"Let the owner of the tables run: {statement}",
-        ) from e
-    return not exists
 
 
 def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> int:
@@ -245,8 +206,3 @@ def drop_slot(connection: Connection, slot: str) -> None:
     if read_slot(connection, slot) is not None:
         end_walsender(connection, slot)
         rows(connection, "SELECT pg_drop_replication_slot(%s)", [slot])
-
-
-def drop_publication(connection: Connection, publication: str) -> None:
-    """Remove the publication, if it exists."""
-    rows(connection, sql.SQL("DROP PUBLICATION IF EXISTS {}").format(sql.Identifier(publication)))

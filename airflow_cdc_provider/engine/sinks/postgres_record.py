@@ -1,0 +1,201 @@
+"""The commit record of the Postgres sink: tables in the schema ``airflow_cdc`` of the target database.
+
+It is the ground truth of a pipeline. Every commit locks the epoch's row, so that
+taking the epoch waits for commits in flight, and an overtaken writer is refused. A
+plain SELECT would not fence: an old writer could read its epoch, be overtaken, and
+commit after the new one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import psycopg2
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, row, rows, scalar
+from airflow_cdc_provider.engine.errors import Fenced
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.sinks.postgres_tables import create_record_tables, prepare_target, record_target
+from airflow_cdc_provider.engine.visibility import Snapshot
+
+COMMIT_SECONDS = 30.0
+"""How long a commit in flight is waited for when the epoch is taken, before its session is ended."""
+
+
+@dataclass(frozen=True)
+class PostgresRecord:
+    """A pipeline's commit record in a Postgres database.
+
+    :param dsn: libpq URI of the target database.
+    :param pipeline: name of the pipeline.
+    :param mode: ``mirror`` or ``changelog``.
+    """
+
+    dsn: str = field(repr=False)
+    pipeline: str
+    mode: Literal["mirror", "changelog"]
+
+    def prepare(
+        self,
+        targets: Sequence[Target],
+        chunks: Sequence[Chunk],
+        identity: Mapping[str, Any],
+        consistent_point: int,
+    ) -> None:
+        """See :meth:`.base.Sink.prepare`."""
+        with self._transaction() as connection:
+            create_record_tables(connection)
+            rows(
+                connection,
+                "INSERT INTO airflow_cdc.pipelines (pipeline, epoch, owner, applied_lsn, source)"
+                " VALUES (%s, 0, '', %s, %s) ON CONFLICT (pipeline) DO NOTHING",
+                [self.pipeline, format_lsn(consistent_point), json.dumps(identity)],
+            )
+            for target in targets:
+                prepare_target(connection, self.pipeline, self.mode, target)
+            for chunk in chunks:
+                self._plan(connection, chunk)
+            failpoint("plan-written")
+
+    def _plan(self, connection: Connection, chunk: Chunk) -> None:
+        rows(
+            connection,
+            "INSERT INTO airflow_cdc.chunks (pipeline, source_table, chunk, definition)"
+            " VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
+            [self.pipeline, chunk.table, chunk.index, json.dumps(chunk.to_dict())],
+        )
+
+    def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
+        """See :meth:`.base.Sink.restart`."""
+        with self._transaction() as connection:
+            for target in targets:
+                prepare_target(connection, self.pipeline, self.mode, target)
+            for table in ("chunks", "tables"):
+                statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s").format(sql.Identifier("airflow_cdc", table))
+                rows(connection, statement, [self.pipeline])
+            for target in targets:
+                record_target(connection, self.pipeline, target)
+                self._plan(connection, Chunk(target.table.label, 0, None, None))
+            rows(
+                connection,
+                "UPDATE airflow_cdc.pipelines SET applied_lsn = %s, source = %s, updated_at = clock_timestamp()"
+                " WHERE pipeline = %s",
+                [format_lsn(consistent_point), json.dumps(identity), self.pipeline],
+            )
+
+    def record(self) -> Record | None:
+        """See :meth:`.base.Sink.record`."""
+        with self._transaction() as connection:
+            if scalar(connection, "SELECT to_regclass('airflow_cdc.pipelines')") is None:
+                return None
+            found = rows(
+                connection,
+                "SELECT epoch, applied_lsn::text, extract(epoch FROM updated_at)::float8, source"
+                " FROM airflow_cdc.pipelines WHERE pipeline = %s",
+                [self.pipeline],
+            )
+            if not found:
+                return None
+            targets = rows(
+                connection,
+                "SELECT definition, target_schema, target_table FROM airflow_cdc.tables"
+                " WHERE pipeline = %s ORDER BY source_table",
+                [self.pipeline],
+            )
+            chunks = rows(
+                connection,
+                "SELECT definition, snapshot, high_lsn::text, row_count, keys FROM airflow_cdc.chunks"
+                " WHERE pipeline = %s ORDER BY source_table, chunk",
+                [self.pipeline],
+            )
+        ((epoch, applied, advanced, identity),) = found
+        return Record(
+            epoch=epoch,
+            applied=parse_lsn(applied),
+            advanced=advanced,
+            identity=identity,
+            targets=tuple(Target(Table.from_dict(d), schema, name) for d, schema, name in targets),
+            chunks=tuple(_chunk_record(*chunk) for chunk in chunks),
+        )
+
+    def take_epoch(self, owner: str) -> int:
+        """See :meth:`.base.Sink.take_epoch`."""
+        failpoint("before-epoch")
+        try:
+            epoch = self._next_epoch(owner)
+        except psycopg2.errors.LockNotAvailable:
+            self._end_sessions()
+            epoch = self._next_epoch(owner)
+        failpoint("after-epoch")
+        return epoch
+
+    def _next_epoch(self, owner: str) -> int:
+        with self._transaction() as connection:
+            rows(connection, "SELECT set_config('lock_timeout', %s, true)", [f"{int(COMMIT_SECONDS * 1000)}ms"])
+            query = "UPDATE airflow_cdc.pipelines SET epoch = epoch + 1, owner = %s WHERE pipeline = %s RETURNING epoch"
+            return int(scalar(connection, query, [owner, self.pipeline]))
+
+    def _end_sessions(self) -> None:
+        """End what an earlier run has left: a paused process or a lost host would hold the epoch for hours."""
+        with connected(self.dsn) as connection:
+            query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s"
+            rows(connection, query, [self._application])
+
+    @property
+    def _application(self) -> str:
+        return f"airflow-cdc sink {self.pipeline}"
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        connection = connect(self.dsn, self._application, autocommit=False)
+        try:
+            with connection:
+                rows(connection, "SET LOCAL synchronous_commit = on")
+                yield connection
+        finally:
+            connection.close()
+
+    def _fence(self, connection: Connection, epoch: int, lock: Literal["FOR SHARE", "FOR UPDATE"]) -> str:
+        """Lock the epoch row and return the applied LSN."""
+        current, applied = row(
+            connection,
+            f"SELECT epoch, applied_lsn::text FROM airflow_cdc.pipelines WHERE pipeline = %s {lock}",
+            [self.pipeline],
+        )
+        if current != epoch:
+            raise Fenced(
+                f"this run of pipeline {self.pipeline} has epoch {epoch}, but the sink {describe(self.dsn)} is at"
+                f" epoch {current}: another run has taken over",
+                "Nothing to do if the other run is meant; otherwise stop it and start again.",
+            )
+        return str(applied)
+
+    def _targets(self, connection: Connection) -> dict[str, Target]:
+        found = rows(
+            connection,
+            "SELECT definition, target_schema, target_table FROM airflow_cdc.tables WHERE pipeline = %s",
+            [self.pipeline],
+        )
+        targets = (Target(Table.from_dict(definition), schema, name) for definition, schema, name in found)
+        return {target.table.label: target for target in targets}
+
+
+def _chunk_record(
+    definition: dict[str, Any], snapshot: str | None, high: str | None, count: int | None, keys: list[list[str]] | None
+) -> ChunkRecord:
+    watermark = Watermark(Snapshot.parse(snapshot), parse_lsn(high)) if snapshot and high else None
+    return ChunkRecord(
+        Chunk.from_dict(definition),
+        watermark,
+        count or 0,
+        None if keys is None else frozenset(tuple(key) for key in keys),
+    )
