@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from airflow_cdc_provider.engine.config import Pipeline
+
 ROOT = Path(__file__).parents[1]
 COMPOSE_FILE = ROOT / "docker-compose.yaml"
 CONDITIONS = {"service_started", "service_healthy", "service_completed_successfully"}
@@ -100,6 +102,18 @@ def test_connections_can_be_read_by_airflow(services: dict[str, Service]) -> Non
         assert connections[name]["host"] == database
         assert connections[name]["schema"] == services[database]["environment"]["POSTGRES_DB"]
         assert connections[name]["password"] == with_defaults(services[database]["environment"]["POSTGRES_PASSWORD"])
+
+
+def test_the_dag_finds_its_default_pipeline(services: dict[str, Service]) -> None:
+    """The example's file is where the Dag looks for it, and its state goes where Airflow and Spark both reach it."""
+    scheduler = services["airflow-scheduler"]
+    assert "./docs/examples:/opt/airflow/pipelines:ro" in scheduler["volumes"]
+    assert "/opt/airflow/pipelines/shop.yaml" in (ROOT / "dags" / "cdc_pipeline.py").read_text()
+    environment = dict.fromkeys(("AIRFLOW_CONN_SHOP_PG", "AIRFLOW_CONN_DW_PG"), "postgresql://u@h/d")
+    state = {"CDC_STATE": scheduler["environment"]["CDC_STATE"]}
+    pipeline = Pipeline.load(ROOT / "docs" / "examples" / "shop.yaml", environment | state)
+    mounts = [volume.split(":")[1] for volume in scheduler["volumes"]]
+    assert any(pipeline.state.startswith(f"file://{mount}/") for mount in mounts)
 
 
 def test_every_variable_has_a_default() -> None:

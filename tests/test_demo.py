@@ -98,7 +98,7 @@ OUTCOME = Outcome(
 
 
 def test_a_line_tells_what_is_at_work_and_what_it_costs() -> None:
-    assert progress_line(Moment(NEW, "queued", [], 7)) == "run queued · 7 transactions"
+    assert progress_line(Moment(NEW, "queued", [], 7)) == "Dag run queued · 7 transactions"
     assert progress_line(Moment(COPYING, "running", COPYING_TASKS, 12_345)) == (
         "snapshot ×2, slot_progress · 5 of 8 chunks · 42,345 rows/s · lag 3.0 MiB, 12.3 s · slot keeps 4.0 MiB"
         " · 12,345 transactions"
@@ -163,7 +163,7 @@ def test_the_summary_shows_tables_speed_and_slot() -> None:
     assert "snapshot    1,100 rows in 2.0 s, 550 rows/s" in lines
     assert "stream      900 row changes in 3.0 s of work, 300 rows/s" in lines
     assert "live        0.5 s behind the writers (median)" in lines
-    assert "slot        restart_lsn from 0/FFFF00 to 0/1F00000, keeps 1.0 MiB" in lines
+    assert "slot        restart_lsn from 0/FFFF00 to 0/1F00000, keeps 1.0 MiB of log" in lines
     assert "Dag run     success, 1 tasks, stream needed 2 tries" in lines
 
 

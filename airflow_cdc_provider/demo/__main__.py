@@ -50,7 +50,7 @@ LOG_LINES = 60
 INTRODUCTION = """\
 A shop of a million rows is copied from one Postgres server to another while its customers go on buying:
 a Dag in a real Airflow takes a snapshot without locks and follows the write-ahead log, both as Spark jobs.
-Then every row is compared. It takes some minutes, and all that is started here is stopped at the end."""
+Then every row is compared. It takes two to five minutes, and all that is started here is stopped at the end."""
 
 PIPELINE = """\
 pipeline: shop

@@ -125,7 +125,7 @@ def clock(seconds: float) -> str:
 
 def progress_line(moment: Moment) -> str:
     """What is at work, how fast it is, how far behind, and what that costs the source."""
-    status, parts = moment.status, [moment.activity or f"run {moment.run}"]
+    status, parts = moment.status, [moment.activity or f"Dag run {moment.run}"]
     finished, chunks = moment.chunks
     jobs = [job for job in status["jobs"] if "rows_per_second" in job]
     speed = sum(job["rows_per_second"] for job in jobs)
@@ -213,7 +213,10 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
         ("stream", f"{changes:,} row changes in {worked:.1f} s of work, {_rate(changes, worked)} rows/s"),
         ("live", f"{lag:.1f} s behind the writers (median)"),
         ("applied", format_lsn(end.applied)),
-        ("slot", f"restart_lsn from {format_lsn(course.start.restart)} to {format_lsn(end.restart)}, keeps {kept}"),
+        (
+            "slot",
+            f"restart_lsn from {format_lsn(course.start.restart)} to {format_lsn(end.restart)}, keeps {kept} of log",
+        ),
         ("Dag run", ", ".join([end.run, f"{len(end.tasks)} tasks", *tries])),
         ("total time", f"{clock(outcome.seconds)} minutes"),
     ]
