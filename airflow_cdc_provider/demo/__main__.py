@@ -97,13 +97,16 @@ class DagRun:
         :raises DemoFailed: when the run ends before, or time is up.
         """
         seen: list[Moment] = []
+        reached = False
 
-        def reached() -> bool:
+        def over() -> bool:
+            nonlocal reached
             seen.append(self.look())
-            return holds(seen[-1]) or seen[-1].run in FINAL_STATES
+            reached = holds(seen[-1])
+            return reached or seen[-1].run in FINAL_STATES
 
-        in_time = await_condition(reached, STEP_SECONDS, LOOK_SECONDS)
-        if holds(seen[-1]):
+        in_time = await_condition(over, STEP_SECONDS, LOOK_SECONDS)
+        if reached:
             return seen
         why = f"the Dag run ended as {seen[-1].run}" if in_time else f"{STEP_SECONDS:.0f} seconds have passed"
         raise DemoFailed(f"Waiting for {what}: {why}.", self.explain())
@@ -162,6 +165,8 @@ def work_directory(chosen: Path | None) -> Iterator[Path]:
 
 def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
     """Start everything, run the Dag, judge the result, stop everything."""
+    if not DAGS.is_dir():
+        raise DemoFailed(f"There is no {DAGS}.", "Run the demo in a clone of the repository, with `make demo`.")
     screen.print(f"{INTRODUCTION}\n")
     with ExitStack() as started:
         run = begin(started, directory, screen)
