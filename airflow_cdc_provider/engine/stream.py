@@ -9,6 +9,7 @@ is discarded and the stream begins again where the record says.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import threading
@@ -235,7 +236,9 @@ class StreamJob:
         with self._unit:
             self._stopped = True
         query.stop()
-        self._sink.sweep(self._run.epoch)
+        # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
+        with contextlib.suppress(CdcError, *DRIVER_ERRORS):
+            self._sink.sweep(self._run.epoch)
 
     # -- one batch ---------------------------------------------------------------------------------
 
