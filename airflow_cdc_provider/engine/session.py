@@ -54,7 +54,7 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     for name, value in _DEFAULTS.items():
         builder = builder.config(name, value)
     if not submitted:
-        builder = builder.master(pipeline.spark.master).config("spark.log.level", "WARN")
+        builder = builder.master(pipeline.spark.master).config("spark.log.level", "ERROR")
         for name, value in pipeline.spark.conf.items():
             builder = builder.config(name, value)
     try:
