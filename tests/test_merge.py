@@ -198,7 +198,7 @@ def unknown(key: Key) -> Row:
 # Collapse against replay
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     key=st.sampled_from(sorted(KEYS)),
     full=st.sampled_from([False, False, True]),
@@ -447,7 +447,7 @@ class History:
             self.read_chunk(chunk)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     full=st.sampled_from([False, False, True]),
     base=NEAR_WRAP,

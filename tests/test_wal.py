@@ -55,7 +55,7 @@ def keys(buffer: Buffer, start: Position, end: Position) -> list[tuple[int, int,
     limit=st.integers(1, 600),
     cuts=st.lists(st.integers(1, 40), min_size=1, max_size=30),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_row_is_delivered_once_however_the_batches_are_cut(
     sizes: list[int], block_bytes: int, limit: int, cuts: list[int]
 ) -> None:

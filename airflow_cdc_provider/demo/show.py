@@ -18,6 +18,7 @@ QUIET_SECONDS = 10.0
 
 # What a task is in while it has work before it, and what to call that; the others have not begun or are over.
 BUSY_STATES: Mapping[str | None, str] = {
+    "scheduled": " (queued)",
     "queued": " (queued)",
     "running": "",
     # A sensor waits between two looks.
