@@ -64,8 +64,8 @@ test: $(INSTALLED) java postgres ## run all tests
 	$(BIN)/python -m pytest
 
 .PHONY: test-fast
-test-fast: $(INSTALLED) postgres ## run the tests that start neither Spark nor Airflow
-	$(BIN)/python -m pytest -m "not spark and not airflow"
+test-fast: $(INSTALLED) postgres ## run the quick tests, which start neither Spark nor Airflow
+	$(BIN)/python -m pytest -m "not spark and not airflow and not slow"
 
 .PHONY: lint
 lint: $(INSTALLED) ## check style and formatting
