@@ -28,6 +28,28 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "max_wal_senders": "30",
 }
 
+# What the pipelines under test run as: no superuser, and no owner of anything but what they create. Only its owner
+# can publish a table, so what a test's superuser creates goes to an owner of which the pipeline's role is a member.
+PIPELINE_ROLE = "cdc"
+ROLES = f"CREATE ROLE app; CREATE ROLE {PIPELINE_ROLE} LOGIN REPLICATION IN ROLE app;"
+OWNERSHIP = f"""
+GRANT CREATE ON SCHEMA public TO {PIPELINE_ROLE};
+CREATE FUNCTION public.hand_over() RETURNS event_trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog
+AS $$
+DECLARE made record;
+BEGIN
+    FOR made IN SELECT * FROM pg_event_trigger_ddl_commands() d
+        WHERE schema_name IS DISTINCT FROM 'pg_temp' AND NOT in_extension AND 'postgres'::regrole
+            IN (SELECT relowner FROM pg_class WHERE oid = d.objid AND d.object_type = 'table'
+                UNION ALL SELECT nspowner FROM pg_namespace WHERE oid = d.objid AND d.object_type = 'schema')
+    LOOP
+        EXECUTE format('ALTER %s %s OWNER TO app', made.object_type, made.object_identity);
+    END LOOP;
+END $$;
+CREATE EVENT TRIGGER hand_over ON ddl_command_end
+    WHEN TAG IN ('CREATE SCHEMA', 'CREATE TABLE', 'CREATE TABLE AS', 'SELECT INTO') EXECUTE FUNCTION hand_over();
+"""
+
 ServerMaker = Callable[..., PostgresServer]
 
 _numbers = itertools.count(1)
@@ -48,10 +70,32 @@ def pytest_unconfigure() -> None:
 
 @dataclass(frozen=True)
 class Databases:
-    """The URIs of a test's two databases."""
+    """The URIs of a test's two databases, as the superuser that a test's own statements need.
+
+    Pipelines run as :data:`PIPELINE_ROLE`, which may create a schema or a publication in both databases and owns what
+    the superuser creates, being a member of the role to which it is handed over: the set-up of ``docs/production.md``
+    in which a pipeline makes its own publication. With it, a publication of the administrator's, which would have to
+    be changed with every table that a test adds, is not needed in each test, and yet no privilege of a superuser is at
+    hand. What the role can do without, down to single grants, is the matter of ``test_privileges.py``.
+    """
 
     source: str
     target: str
+
+    @property
+    def pipeline_source(self) -> str:
+        """The source as the pipeline's role."""
+        return as_pipeline_role(self.source)
+
+    @property
+    def pipeline_target(self) -> str:
+        """The target as the pipeline's role."""
+        return as_pipeline_role(self.target)
+
+
+def as_pipeline_role(dsn: str) -> str:
+    """A superuser's URI as one of the pipeline's role, on a server of the fixtures."""
+    return dsn.replace("//postgres@", f"//{PIPELINE_ROLE}@")
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +111,7 @@ def server_directory() -> Iterator[Path]:
 def source_server(server_directory: Path) -> Iterator[PostgresServer]:
     """The session's source: Postgres 16 with logical decoding."""
     with PostgresServer.create(server_directory / "source", settings=SESSION_SETTINGS) as server:
+        create_roles(server)
         yield server
 
 
@@ -74,6 +119,7 @@ def source_server(server_directory: Path) -> Iterator[PostgresServer]:
 def target_server(server_directory: Path) -> Iterator[PostgresServer]:
     """The session's target: Postgres 16."""
     with PostgresServer.create(server_directory / "target", settings=SESSION_SETTINGS) as server:
+        create_roles(server)
         yield server
 
 
@@ -89,6 +135,7 @@ def make_server(server_directory: Path) -> Iterator[ServerMaker]:
         server = PostgresServer.create(directory, version, {"fsync": "off", **(settings or {})}, binaries)
         servers.append(server)
         server.start()
+        create_roles(server)
         return server
 
     yield make
@@ -117,10 +164,21 @@ def databases(source_server: PostgresServer, target_server: PostgresServer) -> I
         drop_database(server, name)
 
 
-def create_database(server: PostgresServer, name: str) -> None:
-    """Create an empty database."""
+def create_roles(server: PostgresServer) -> None:
+    """Create the pipeline's role, for the database ``postgres`` and those that are created later."""
     with psycopg.connect(server.dsn(), autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        connection.execute(f"{ROLES} GRANT CREATE ON DATABASE postgres TO {PIPELINE_ROLE}")
+    for name in ("postgres", "template1"):
+        with psycopg.connect(server.dsn(name), autocommit=True) as connection:
+            connection.execute(OWNERSHIP)
+
+
+def create_database(server: PostgresServer, name: str) -> None:
+    """Create an empty database, in which the pipeline's role may create schemas and publications."""
+    database = sql.Identifier(name)
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE DATABASE {}").format(database))
+        connection.execute(sql.SQL("GRANT CREATE ON DATABASE {} TO {}").format(database, sql.Identifier(PIPELINE_ROLE)))
 
 
 def drop_database(server: PostgresServer, name: str) -> None:

@@ -175,8 +175,8 @@ class PipelineUnderTest:
         self.state = directory / "state"
         self.document: dict[str, Any] = {
             "pipeline": self.name,
-            "source": {"dsn": databases.source, "tables": list(tables)},
-            "sink": {"dsn": databases.target},
+            "source": {"dsn": databases.pipeline_source, "tables": list(tables)},
+            "sink": {"dsn": databases.pipeline_target},
             "state": f"file://{self.state}",
             "stream": {"trigger": "200 ms", "heartbeat": "1 second"},
             "spark": {"conf": SPARK_CONF},

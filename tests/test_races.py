@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.reading import SnapshotReader
 from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.snapshot import copy_chunk
-from tests.conftest import Databases, ServerMaker
+from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, chunk_task, copy_chunk_of, execute, query_rows, transaction
 
 SECONDS = 60.0
@@ -139,6 +139,7 @@ def test_a_commit_that_is_visible_only_after_the_chunk_was_read(
 def test_a_commit_that_waits_across_slot_and_barrier(standby_source: PostgresServer, make_pipeline: Make) -> None:
     """Its commit record lies before the slot, so that it is not streamed; chunks must not be read before it is seen."""
     pipeline = make_pipeline(standby_source)
+    pipeline.source(f"GRANT pg_monitor TO {PIPELINE_ROLE}")  # who waits for a standby, not everybody may know
     names = pipeline.pipeline.source
     change = "UPDATE public.t SET body = 'updated' WHERE id = 3"
     with commits_that_wait(standby_source, change) as release:
@@ -152,7 +153,10 @@ def test_a_commit_that_waits_across_slot_and_barrier(standby_source: PostgresSer
         assert pipeline.source_rows("SELECT slot_name FROM pg_replication_slots") == []
         with ThreadPoolExecutor(1) as pool:
             provisioned = pool.submit(pipeline.provision)
-            await_waiting(names.dsn, "wait_event_type = 'Lock' AND query LIKE '%pg_create_logical_replication_slot%'")
+            await_waiting(
+                pipeline.databases.source,
+                "wait_event_type = 'Lock' AND query LIKE '%pg_create_logical_replication_slot%'",
+            )
             release()
             provisioned.result(SECONDS)
     pipeline.copy()
@@ -217,7 +221,7 @@ def test_a_transaction_that_ends_between_two_chunks(make_pipeline: Make, mode: M
 def test_a_transaction_that_is_open_across_the_barrier(make_pipeline: Make) -> None:
     pipeline = make_pipeline()
     names = pipeline.pipeline.source
-    with transaction(names.dsn, "UPDATE public.t SET body = 'open' WHERE id = 2") as open_:
+    with transaction(pipeline.databases.source, "UPDATE public.t SET body = 'open' WHERE id = 2") as open_:
         for step in (
             lambda: slot.create_slot(source, names.slot, timeout=0.5),
             lambda: slot.barrier(source, timeout=0.5),
@@ -226,7 +230,10 @@ def test_a_transaction_that_is_open_across_the_barrier(make_pipeline: Make) -> N
                 step()
         with ThreadPoolExecutor(1) as pool:
             provisioned = pool.submit(pipeline.provision)
-            await_waiting(names.dsn, "wait_event_type = 'Lock' AND query LIKE '%pg_create_logical_replication_slot%'")
+            await_waiting(
+                pipeline.databases.source,
+                "wait_event_type = 'Lock' AND query LIKE '%pg_create_logical_replication_slot%'",
+            )
             open_.execute("INSERT INTO public.t VALUES (50, 'open', NULL)")
             open_.commit()
             provisioned.result(SECONDS)
@@ -240,13 +247,13 @@ def test_a_prepared_transaction_is_named(make_pipeline: Make) -> None:
     """It belongs to no session, so that only its own catalog shows it."""
     pipeline = make_pipeline()
     names = pipeline.pipeline.source
-    with psycopg.connect(names.dsn, autocommit=True) as connection:
+    with psycopg.connect(pipeline.databases.source, autocommit=True) as connection:
         connection.execute("BEGIN")
         connection.execute("UPDATE public.t SET body = 'prepared' WHERE id = 2")
         connection.execute(f"PREPARE TRANSACTION '{pipeline.name}'".encode())
     with connected(names.dsn) as source, pytest.raises(Blocked, match=f"prepared transaction '{pipeline.name}'"):
         slot.barrier(source, timeout=0.5)
-    execute(names.dsn, f"COMMIT PREPARED '{pipeline.name}'")
+    execute(pipeline.databases.source, f"COMMIT PREPARED '{pipeline.name}'")
     pipeline.provision()
     pipeline.copy()
     assert pipeline.target_rows("SELECT body FROM public.t WHERE id = 2") == [("prepared",)]

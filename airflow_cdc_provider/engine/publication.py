@@ -82,5 +82,7 @@ def create_publication(connection: Connection, publication: str, tables: Sequenc
 
 
 def drop_publication(connection: Connection, publication: str) -> None:
-    """Remove the publication, if it exists."""
-    rows(connection, sql.SQL("DROP PUBLICATION IF EXISTS {}").format(sql.Identifier(publication)))
+    """Remove the publication, if it exists and is ours: what somebody else has made since then under its name stays."""
+    ours = "SELECT 1 FROM pg_publication WHERE pubname = %s AND pg_has_role(pubowner, 'USAGE')"
+    if rows(connection, ours, [publication]):
+        rows(connection, sql.SQL("DROP PUBLICATION {}").format(sql.Identifier(publication)))

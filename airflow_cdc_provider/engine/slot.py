@@ -152,11 +152,14 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
 
 
 def _blocked(connection: Connection, what: str, timeout: float) -> Blocked:
+    # Whether a session has a transaction id, only pg_monitor may see in pg_stat_activity; the lock on it everybody may.
     sessions = rows(
         connection,
         "SELECT format('session %s of %s (%s, transaction open since %s)', pid, coalesce(usename, '?'),"
-        " coalesce(wait_event, state), date_trunc('second', xact_start)) FROM pg_stat_activity"
-        " WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() ORDER BY xact_start",
+        " coalesce(wait_event, state, 'its state is shown to members of pg_monitor'),"
+        " coalesce(date_trunc('second', xact_start)::text, '?')) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+        " AND pid IN (SELECT pid FROM pg_locks WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted)"
+        " ORDER BY xact_start",
     )
     prepared = rows(
         connection,
