@@ -143,7 +143,7 @@ def test_a_mirror(make_pipeline: Any) -> None:
         assert len(pipeline.record.unfinished) > 10
 
         # Killed in the stream, with a unit staged and not committed. The snapshot has gone on where it was.
-        kill_when_paused(pipeline.start("run", failpoint="batch-staged:pause"), 1)
+        kill_when_paused(pipeline.start("run", failpoint="after-batch-staged:pause"), 1)
         second = pipeline.finished_chunks()
         assert not pipeline.record.unfinished
         assert {key: second[key] for key in first} == first
@@ -221,7 +221,7 @@ def test_a_changelog(make_pipeline: Any) -> None:
         assert pipeline.target_rows("SELECT count(*) FROM public.t WHERE _op <> 'r'") == [(0,)]
 
         # The unit is committed, and Spark does not know.
-        await_own_death(pipeline.start("run", failpoint="batch-committed:kill"))
+        await_own_death(pipeline.start("run", failpoint="before-spark-commit:kill"))
         applied = pipeline.record.applied
         assert pipeline.confirmed() < applied
 

@@ -154,7 +154,7 @@ def test_every_error_is_explained(name: str) -> None:
 def test_every_failpoint_is_in_the_table() -> None:
     sources = (ROOT / "airflow_cdc_provider").rglob("*.py")
     used = {name for source in sources for name in _FAILPOINT.findall(read(source))}
-    table = read(ROOT / "docs" / "concepts.md").partition("| failpoint | place |")[2].partition("\n\n")[0]
+    table = read(ROOT / "docs" / "concepts.md").partition("| failpoint | what has happened |")[2].partition("\n\n")[0]
     assert used == set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
 
 

@@ -106,7 +106,7 @@ def snapshot(
 
         with spark_session(pipeline, "snapshot") as spark:
             progress = copy_chunks(spark, run, record, chunks, tell)
-        run.state.write("ledger.json", provisioning.ledger(existing_record(pipeline)))
+        provisioning.write_ledger(run.state, existing_record(pipeline))
         return _rate(progress.__dict__, progress.rows)
 
 

@@ -2,16 +2,20 @@
 
 ``AIRFLOW_CDC_FAILPOINT=name:error|kill|pause`` arms one of them. ``error`` raises,
 ``kill`` ends the process as ``kill -9`` would, ``pause`` stops it until SIGCONT.
+``name:action:n`` acts at the n-th time that the process passes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 
 from airflow_cdc_provider.engine.errors import Failpoint
 
 VARIABLE = "AIRFLOW_CDC_FAILPOINT"
+
+_passed = Counter[str]()
 
 
 def failpoint(name: str) -> None:
@@ -19,8 +23,12 @@ def failpoint(name: str) -> None:
 
     :raises Failpoint: when armed with ``error``.
     """
-    armed, _, action = os.environ.get(VARIABLE, "").partition(":")
+    armed, _, rest = os.environ.get(VARIABLE, "").partition(":")
     if armed != name:
+        return
+    action, _, pass_ = rest.partition(":")
+    _passed[name] += 1
+    if pass_ and _passed[name] != int(pass_):
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, GateClosed
+from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import gate
 from airflow_cdc_provider.engine.publication import create_publication, drop_publication
 from airflow_cdc_provider.engine.run import existing_record, refuse_second_writer, sink_of, take_epoch
@@ -60,7 +61,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
                 sink.prepare(_targets(pipeline, added), chunks, record.identity, record.applied)
         state.remove(_PROVISIONING)
         record = existing_record(pipeline)
-        state.write("ledger.json", ledger(record))
+        write_ledger(state, record)
         found = gate(source, names.slot, names.publication, record)
     return record, found
 
@@ -157,15 +158,16 @@ def _plan(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> li
     return [chunk for table in tables for chunk in plan(source, table, pipeline.snapshot.chunk_rows)]
 
 
-def ledger(record: Record) -> dict[str, Any]:
-    """The copy of the chunk ledger that stands in the state."""
-    return {
-        "chunks": [
-            {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
-            for c in record.chunks
-            if c.keys is None
-        ]
-    }
+def write_ledger(state: State, record: Record) -> None:
+    """Replace the copy of the chunk ledger that stands in the state."""
+    chunks = [
+        {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
+        for c in record.chunks
+        if c.keys is None
+    ]
+    failpoint("before-ledger")
+    state.write("ledger.json", {"chunks": chunks})
+    failpoint("after-ledger")
 
 
 def start_over(pipeline: Pipeline, takeover: bool) -> None:

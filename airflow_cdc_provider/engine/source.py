@@ -173,8 +173,9 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         first, last = Position.from_json(start), Position.from_json(end)
         if last <= Position(self._options().applied):
             return []
+        failpoint("before-batch-planned")
         pieces = self._connected().take(first, last)
-        failpoint("batch-planned")
+        failpoint("after-batch-planned")
         texts = json.dumps(start), json.dumps(end)
         if not pieces:
             return [PiecePartition(*texts, 0, b"")]

@@ -292,7 +292,7 @@ class StreamJob:
                 f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
                 "Run `airflow-cdc resnapshot` for the tables concerned.",
             )
-        failpoint("batch-committed")
+        failpoint("before-spark-commit")
         self._parts = []
         self._applied = max(self._applied, end.lsn)
         changes = sum(piece.changes for piece in unit)

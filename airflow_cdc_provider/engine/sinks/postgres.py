@@ -67,9 +67,11 @@ class PostgresSink(PostgresRecord):
             seq = FIRST_READ
             if chunk.lower is None and chunk.upper is None:
                 seq = self._remove_rows(connection, target, None, applied)
+            failpoint("before-chunk-staged")
             count = self._copy_rows(connection, target, batches, applied, seq)
-            failpoint("chunk-staged")
+            failpoint("after-chunk-staged")
             watermark = finish()
+            failpoint("before-chunk-prepared")
             rows(
                 connection,
                 "UPDATE airflow_cdc.chunks SET snapshot = %s, high_lsn = %s, row_count = %s, epoch = %s,"
@@ -133,6 +135,8 @@ class PostgresSink(PostgresRecord):
                     epoch,
                 ],
             )
+            failpoint("before-reread-commit")
+        failpoint("after-reread-commit")
         return count
 
     def _remove_rows(
@@ -204,7 +208,7 @@ class PostgresSink(PostgresRecord):
                     )
                 )
             failpoint("before-batch-staged")
-        failpoint("batch-staged")
+        failpoint("after-batch-staged")
         return tuple(staged)
 
     def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:

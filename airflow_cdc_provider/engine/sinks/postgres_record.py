@@ -64,7 +64,8 @@ class PostgresRecord:
                 prepare_target(connection, self.pipeline, self.mode, target)
             for chunk in chunks:
                 self._plan(connection, chunk)
-            failpoint("plan-written")
+            failpoint("before-plan")
+        failpoint("after-plan")
 
     def _plan(self, connection: Connection, chunk: Chunk) -> None:
         rows(
