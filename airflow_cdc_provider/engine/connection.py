@@ -29,6 +29,10 @@ SESSION = {
     "client_encoding": "UTF8",
     "lc_monetary": "C",
     "xmlbinary": "base64",
+    "xmloption": "content",
+    "array_nulls": "on",
+    "quote_all_identifiers": "off",
+    "standard_conforming_strings": "on",
     "search_path": "pg_catalog",
     "statement_timeout": "0",
 }

@@ -164,3 +164,7 @@ class StagingLost(Refused):
 
 class CannotFollow(Refused):
     """The stream carries a change of schema that cannot be applied to the sink."""
+
+
+class ValueRefused(Refused):
+    """A target column cannot hold a value that the source has: an enum label, a narrower or other type."""

@@ -36,6 +36,7 @@ from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres_tables import (
     FIRST_READ,
     TableStatements,
+    refusals,
 )
 
 
@@ -170,7 +171,8 @@ class PostgresSink(PostgresRecord):
             meta = {"_op": "r", "_commit_lsn": applied, "_seq": seq}
             names += list(meta)
             batches = (_with_constants(batch, list(map(str, meta.values()))) for batch in batches)
-        return copy_batches(connection, sql.Identifier(target.schema, target.name), names, batches)
+        with refusals(target):
+            return copy_batches(connection, sql.Identifier(target.schema, target.name), names, batches)
 
     # -- stream units ------------------------------------------------------------------------------
 
@@ -187,17 +189,19 @@ class PostgresSink(PostgresRecord):
                 relation = None
                 if effect.rows.num_rows:
                     relation = f"{self._staging_prefix}{attempt}_{number}"
-                    statements = TableStatements(connection, targets[effect.label])
+                    target = targets[effect.label]
+                    statements = TableStatements(connection, target)
                     if self.mode == "mirror":
                         statements.create_mirror_staging(relation, effect.rows.column_names)
                     else:
                         statements.create_changelog_staging(relation, effect.rows.column_names)
-                    copy_batches(
-                        connection,
-                        sql.Identifier("airflow_cdc", relation),
-                        effect.rows.column_names,
-                        iter(effect.rows.to_batches()),
-                    )
+                    with refusals(target, {f"c{i}": c.name for i, c in enumerate(target.table.columns)}):
+                        copy_batches(
+                            connection,
+                            sql.Identifier("airflow_cdc", relation),
+                            effect.rows.column_names,
+                            iter(effect.rows.to_batches()),
+                        )
                 staged.append(
                     Staged(
                         effect.label,
@@ -254,10 +258,12 @@ class PostgresSink(PostgresRecord):
         missing: dict[str, set[tuple[str, ...]]] = {}
         for piece in sorted(pieces, key=lambda p: p.index):
             for staged in piece.tables:
-                statements = TableStatements(connection, targets[staged.label])
+                target = targets[staged.label]
+                statements = TableStatements(connection, target)
                 self._check_staged(connection, staged)
                 if self.mode == "changelog":
-                    statements.apply_changelog(staged)
+                    with refusals(target):
+                        statements.apply_changelog(staged)
                     continue
                 if staged.truncate:
                     # TRUNCATE would show an empty table to readers that hold an older snapshot.
@@ -266,7 +272,8 @@ class PostgresSink(PostgresRecord):
                     continue
                 if MISSING in staged.columns:
                     missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))
-                statements.apply_mirror(staged)
+                with refusals(target):
+                    statements.apply_mirror(staged)
         if any(missing.values()):
             raise MissingValues({label: frozenset(keys) for label, keys in missing.items() if keys})
 

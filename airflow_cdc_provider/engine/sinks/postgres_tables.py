@@ -7,15 +7,18 @@ the target, so that values are parsed where they are staged and in parallel.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
+import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Column
 from airflow_cdc_provider.engine.connection import Connection, condition, rows, scalar
 from airflow_cdc_provider.engine.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
-from airflow_cdc_provider.engine.errors import ForeignTable
+from airflow_cdc_provider.engine.errors import ForeignTable, ValueRefused
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 
 _RECORD_TABLES = """
@@ -64,6 +67,16 @@ _META = {
     "_unchanged": "text[]",
 }
 
+# Their values name objects and roles of one server, or are taken by no input function: elsewhere they are but text.
+_TEXT_ONLY = frozenset(
+    {
+        *("regproc", "regprocedure", "regoper", "regoperator", "regclass", "regcollation", "regconfig"),
+        *("regdictionary", "regnamespace", "regrole", "regtype", "aclitem"),
+        *("gtsvector", "pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list"),
+        *("pg_brin_bloom_summary", "pg_brin_minmax_multi_summary"),
+    }
+)
+
 
 def create_record_tables(connection: Connection) -> None:
     """Create the tables of the commit record, where they are not there yet.
@@ -111,6 +124,11 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
             key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
             definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
         rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
+        if mode == "changelog":
+            # Its deletes and truncates have NULL where a domain may forbid it.
+            for name, base in _domains(connection, table).items():
+                change = sql.SQL("ALTER TABLE {} ALTER COLUMN {} TYPE {}")
+                rows(connection, change.format(table, sql.Identifier(name), sql.SQL(base)))
     record_target(connection, pipeline, target)
 
 
@@ -136,15 +154,53 @@ def _has_key(connection: Connection, table: sql.Composable, target: Target) -> b
 
 def _definition(connection: Connection, column: Column) -> sql.Composable:
     """A column with its source's type; with text where the target does not know the type."""
-    known = column.builtin or scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
-    definition: sql.Composable = sql.SQL("{} {}").format(
-        sql.Identifier(column.name), sql.SQL(column.type if known else "text")
-    )
+    if column.builtin:
+        known = column.type.removesuffix("[]") not in _TEXT_ONLY
+    else:
+        known = scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
+    kind = column.type if known else "text"
+    definition: sql.Composable = sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(kind))
     if known and column.collation is not None:
         query = "SELECT to_regcollation(%s)"
         if scalar(connection, query, [column.collation]) is not None:
             definition += sql.SQL(" COLLATE " + column.collation)
     return definition
+
+
+def _domains(connection: Connection, table: sql.Composable) -> dict[str, str]:
+    """By the columns of a table whose type is a domain: the type beneath it."""
+    query = (
+        "WITH RECURSIVE bases AS ("
+        " SELECT a.attname::text AS name, t.typbasetype AS type, t.typtypmod AS modifier FROM pg_attribute a"
+        " JOIN pg_type t ON t.oid = a.atttypid AND t.typtype = 'd'"
+        " WHERE a.attrelid = to_regclass(%s) AND NOT a.attisdropped"
+        " UNION ALL SELECT b.name, t.typbasetype, t.typtypmod FROM bases b"
+        " JOIN pg_type t ON t.oid = b.type AND t.typtype = 'd'"
+        ") SELECT b.name, format_type(b.type, b.modifier) FROM bases b JOIN pg_type t ON t.oid = b.type"
+        " WHERE t.typtype <> 'd'"
+    )
+    return dict(rows(connection, query, [table.as_string(connection)]))
+
+
+@contextmanager
+def refusals(target: Target, columns: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Say of a value that the target refuses where it should have gone and what helps.
+
+    :param columns: names of the target's columns by those of the staging table.
+    :raises ValueRefused: in place of the server's error.
+    """
+    try:
+        yield
+    except (psycopg2.DataError, psycopg2.errors.CheckViolation, psycopg2.errors.NotNullViolation) as e:
+        named = re.search(r", column (.+?)(: |$)", e.diag.context or "")
+        column = named[1] if named else e.diag.column_name
+        where = f"column {(columns or {}).get(column, column)!r} of " if column else ""
+        raise ValueRefused(
+            f"{where}the target table {target.schema}.{target.name} cannot hold a value of {target.table.label}:"
+            f" {e.diag.message_primary}",
+            "Nothing of the unit was applied. Make the target take the value (ALTER TYPE … ADD VALUE for an enum, ALTER"
+            " TABLE … ALTER COLUMN … TYPE text for any type), then start again.",
+        ) from e
 
 
 class TableStatements:
@@ -185,7 +241,7 @@ class TableStatements:
         unnest = sql.SQL(", ").join(sql.SQL("{}::text[]").format(sql.Literal(column)) for column in columns)
         names = sql.SQL(", ").join(sql.SQL(f"k{n}") for n in range(len(columns)))
         match = sql.SQL(" AND ").join(
-            sql.SQL(f"t.{{}} = k.k{n}::{kind}").format(self._names[i])
+            sql.SQL(f"t.{{}} = k.k{n}::{{}}").format(self._names[i], sql.SQL(kind))
             for n, (i, kind) in enumerate(zip(self._key, types, strict=True))
         )
         self._run(
@@ -197,8 +253,8 @@ class TableStatements:
 
     def _key_types(self) -> list[str]:
         """The types of the key columns in the target, where a type that it does not know is text."""
-        query = (
-            "SELECT format_type(atttypid, NULL) FROM unnest(%s::text[]) WITH ORDINALITY AS k (name, position)"
+        query = (  # the modifier -1, as without one `character` means a length of one
+            "SELECT format_type(atttypid, -1) FROM unnest(%s::text[]) WITH ORDINALITY AS k (name, position)"
             " JOIN pg_attribute ON attrelid = to_regclass(%s) AND attname = name ORDER BY position"
         )
         names = list(self._target.table.key)
@@ -237,10 +293,11 @@ class TableStatements:
     def create_mirror_staging(self, relation: str, columns: Sequence[str]) -> None:
         """Create a staging table for mirror rows, see :class:`.effects.Effect`."""
         fields: list[sql.Composable] = [sql.SQL(f"true AS {ERASED}")]
-        fields += [sql.SQL("t.{} AS {}").format(name, sql.SQL(f"c{i}")) for i, name in enumerate(self._names)]
+        staged = self._staged()
+        fields += [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(staged)]
         if MISSING in columns:
             fields.append(sql.SQL(f"NULL::int[] AS {MISSING}"))
-            fields += [sql.SQL("t.{} AS {}").format(self._names[i], sql.SQL(f"o{n}")) for n, i in enumerate(self._key)]
+            fields += [sql.SQL(f"{{}} AS o{n}").format(staged[i]) for n, i in enumerate(self._key)]
         self._create_staging(relation, fields)
 
     def create_changelog_staging(self, relation: str, columns: Sequence[str]) -> None:
@@ -248,14 +305,29 @@ class TableStatements:
         types = {OP: '"char"', "commit_lsn": "bigint", "seq": "bigint", "xid": "bigint", "commit_ts": "bigint"}
         types |= {UNCHANGED: "text[]", OLD_KIND: '"char"'}
         fields: list[sql.Composable] = []
+        staged = self._staged()
         for name in columns:
             if name in types:
                 fields.append(sql.SQL(f"NULL::{types[name]} AS {name}"))
             elif name.startswith("c"):
-                fields.append(sql.SQL("t.{} AS {}").format(self._names[int(name[1:])], sql.SQL(name)))
+                fields.append(sql.SQL(f"{{}} AS {name}").format(staged[int(name[1:])]))
             else:
                 fields.append(sql.SQL(f"NULL::text AS {name}"))
         self._create_staging(relation, fields)
+
+    def _staged(self) -> list[sql.Composable]:
+        """What gives the staging columns their types: the target's columns, but not as domains.
+
+        A domain may forbid the NULL that stands where a row is erased or a value was not sent.
+        """
+        domains = _domains(self._connection, self._table)
+        names = [column.name for column in self._target.table.columns]
+        return [
+            sql.SQL("t.{}::{}").format(quoted, sql.SQL(domains[name]))
+            if name in domains
+            else sql.SQL("t.{}").format(quoted)
+            for name, quoted in zip(names, self._names, strict=True)
+        ]
 
     def _create_staging(self, relation: str, fields: Sequence[sql.Composable]) -> None:
         self._run(
