@@ -32,7 +32,7 @@ from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
 from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_slot
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
-from airflow_cdc_provider.engine.source import PostgresCdcSource, SourceOptions
+from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.stream import Stage, StreamJob
 from benchmarks.lab import ROW, SCHEMA, TABLE, TABLE_DDL, Lab, create_database, drop_database, execute, fill, query
 from benchmarks.report import Series, WrongResult, check, tell
@@ -244,19 +244,18 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
             clock.passed(Position.from_json(json.loads(messages[0].end)).lsn)
 
     options = SourceOptions(dsn, slot, _PUBLICATION, backlog.start, _MAX_BATCH_BYTES, 10.0)
-    lab.spark.dataSource.register(PostgresCdcSource)
-    with options.file() as config:
-        pieces = lab.spark.readStream.format("postgres_cdc").option("config", config).load()
-        checkpoint = lab.directory / "checkpoints" / slot
-        stream = pieces.writeStream.foreachBatch(stage).option("checkpointLocation", str(checkpoint)).start()
-        try:
-            deadline = time.monotonic() + _SECONDS
-            while stream.isActive and not clock.stopped.wait(0.1) and time.monotonic() < deadline:
-                pass
-            if not clock.stopped.is_set():
-                raise WrongResult(f"the stream did not reach the end of the backlog: {stream.exception()}")
-        finally:
-            stream.stop()
+    lab.spark.dataSource.register(postgres_cdc(options))
+    pieces = lab.spark.readStream.format("postgres_cdc").load()
+    checkpoint = lab.directory / "checkpoints" / slot
+    stream = pieces.writeStream.foreachBatch(stage).option("checkpointLocation", str(checkpoint)).start()
+    try:
+        deadline = time.monotonic() + _SECONDS
+        while stream.isActive and not clock.stopped.wait(0.1) and time.monotonic() < deadline:
+            pass
+        if not clock.stopped.is_set():
+            raise WrongResult(f"the stream did not reach the end of the backlog: {stream.exception()}")
+    finally:
+        stream.stop()
     with connected(dsn) as source:
         drop_slot(source, slot)
     return clock.seconds, staged

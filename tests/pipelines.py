@@ -394,12 +394,11 @@ def apply_stream(pipeline: Pipeline, until: int) -> None:
     """
     with run_part(pipeline, "stream", None) as (run, record):
         job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
-        with job._source_options().file() as config:
-            reader = SlotStreamReader(config)
-            try:
-                _follow(pipeline, job, reader, until)
-            finally:
-                reader.stop()
+        reader = SlotStreamReader(job._source_options())
+        try:
+            _follow(pipeline, job, reader, until)
+        finally:
+            reader.stop()
 
 
 def _follow(pipeline: Pipeline, job: StreamJob, reader: SlotStreamReader, until: int) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import quote, urlencode, urlsplit
 
+import psycopg2
 import yaml
+from psycopg2.extensions import parse_dsn
 
 from airflow_cdc_provider.engine.errors import ConfigError
 
@@ -372,9 +374,15 @@ def _dsn(value: object) -> str:
         port = parts.port
     except ValueError:
         raise ValueError(wanted) from None
-    broken_escape = re.search(r"%(?![0-9A-Fa-f]{2})", text)
-    if parts.scheme != "postgresql" or not parts.path.strip("/") or port == 0 or broken_escape:
+    if parts.scheme != "postgresql" or not parts.path.strip("/") or port == 0:
         raise ValueError(wanted)
+    # libpq takes the first @ for the password's end and would name the rest, as a host, in its messages.
+    if parts.netloc.count("@") > 1:
+        raise ValueError(f"{wanted}, with special characters of user and password escaped (%40 for @)")
+    try:
+        parse_dsn(text)
+    except psycopg2.Error:
+        raise ValueError(f"{wanted}, with parameters that libpq knows") from None
     return text
 
 

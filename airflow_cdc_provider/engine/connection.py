@@ -16,7 +16,7 @@ import psycopg2
 import psycopg2.extensions
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, MissingPrivilege
 
 Connection: TypeAlias = psycopg2.extensions.connection
 
@@ -48,7 +48,7 @@ def session_dsn(dsn: str, application: str, settings: Mapping[str, str] | None =
     :param settings: further server settings of the session.
     """
     parts = urlsplit(dsn)
-    query = dict(parse_qsl(parts.query))
+    query = dict(parse_qsl(parts.query.replace("+", "%2B")))  # a plus is itself to libpq
     options = " ".join(f"-c {name}={value}" for name, value in (SESSION | dict(settings or {})).items())
     query["options"] = f"{query['options']} {options}" if "options" in query else options
     query.setdefault("connect_timeout", str(CONNECT_TIMEOUT))
@@ -77,12 +77,59 @@ def connect(
     try:
         connection = psycopg2.connect(session_dsn(dsn, application, settings))
     except psycopg2.Error as e:
-        raise ConnectionFailed(
-            f"cannot connect to {describe(dsn)}: {_first_line(e)}",
+        raise connection_failure(
+            dsn,
+            "connect",
+            str(e),
             "Check that the server runs and is reachable from here, and that user, password and database are right.",
         ) from None
     connection.autocommit = autocommit
     return connection
+
+
+# What refuses a login for a reason that its message tells, and what to do about it.
+_REMEDIES = {
+    "certificate verify failed": "Let sslrootcert of the DSN name the certificate of the authority that has signed the"
+    " server's, or correct the server's certificate.",
+    "does not match host name": "Put a host name into the DSN that the server's certificate is made out to, or use"
+    " sslmode=verify-ca if any server of this authority is as good.",
+    "root certificate file": "Put the authority's certificate where sslrootcert names it: on the driver, on every"
+    " executor, and on Airflow's workers.",
+    "does not support SSL": "Turn on ssl at the server, or take sslmode out of the DSN.",
+    "no encryption": "Add sslmode=verify-full and sslrootcert to the DSN, if pg_hba.conf admits encrypted connections"
+    " only; otherwise let it admit this role.",
+    "requires a valid client certificate": "Add sslcert and sslkey to the DSN.",
+}
+
+
+def connection_failure(dsn: str, what: str, text: str, otherwise: str) -> CdcError:
+    """The error for a connection that was not made.
+
+    :param what: what was tried, as in "cannot connect".
+    :param text: libpq's message.
+    :param otherwise: the solution where the message does not tell a better one.
+    """
+    lines = without_password(text.strip(), dsn).splitlines() or ["no reason was given"]
+    message = f"cannot {what} to {describe(dsn)}: {lines[0]}"
+    if "permission denied for database" in text:
+        parts = urlsplit(dsn)
+        database, user = (_quoted(unquote(name)) for name in (parts.path.lstrip("/"), parts.username or "…"))
+        return MissingPrivilege(message, f"Run: GRANT CONNECT ON DATABASE {database} TO {user};")
+    return ConnectionFailed(message, next((r for mark, r in _REMEDIES.items() if mark in text), otherwise))
+
+
+def without_password(text: str, dsn: str) -> str:
+    """A message of a driver, in which asterisks stand for the DSN's password should it be repeated there."""
+    parts = urlsplit(dsn)
+    secrets = {parts.password, dict(parse_qsl(parts.query.replace("+", "%2B"))).get("password")} - {None, ""}
+    for secret in sorted({form for s in secrets for form in (str(s), unquote(str(s)))}, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+def _quoted(name: str) -> str:
+    """An identifier quoted without a connection at hand."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 @contextmanager

@@ -37,12 +37,22 @@ from airflow_cdc_provider.engine.errors import (
     SinkIsSource,
     StateUnwritable,
 )
+from airflow_cdc_provider.engine.privileges import (
+    RECORDS_SCHEMA,
+    leaves_where,
+    may_execute,
+    may_read,
+    may_replicate,
+    may_select,
+    may_write,
+    quoted_user,
+    sees_all_rows,
+)
 from airflow_cdc_provider.engine.publication import publication_sql
 
 T = TypeVar("T")
 
 MINIMUM_VERSION = 140000
-RECORDS_SCHEMA = "airflow_cdc"
 # Shorter timeouts end the stream at every pause of the network; status goes out every third of it.
 SANE_SENDER_TIMEOUT_SECONDS = 5
 
@@ -89,6 +99,10 @@ class _Checks:
             return result
         return None
 
+    def passed(self, *checks: str) -> bool:
+        """Whether none of some checks has failed, as far as they have been run."""
+        return all(finding.ok for finding in self.findings if finding.check in checks)
+
 
 def preflight(pipeline: Pipeline) -> list[Finding]:
     """Check source, tables, publication, sink and state of a pipeline; changes nothing.
@@ -118,11 +132,15 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
                 for name, table_check in _TABLE_CHECKS.items():
                     checks.run(name, partial(table_check, source, pipeline, tables))
         sink = open_connection("sink", pipeline.sink.dsn)
-        if sink is not None and source is not None:
+        if sink is not None:
+            checks.run("sink functions", partial(may_execute, sink))
+        # Who may not ask a server for its identifier has been told so.
+        if sink is not None and source is not None and checks.passed("functions", "sink functions"):
             checks.run("identity", partial(_identity, source, sink, pipeline))
         if sink is not None and tables is not None:
             checks.run("targets", partial(_target_names, pipeline, tables))
-            checks.run("sink privileges", partial(_sink_privileges, sink, pipeline, tables))
+            targets = [target_of(pipeline, table) for table in tables]
+            checks.run("sink privileges", partial(may_write, sink, targets, pipeline.sink.mode))
             checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
     checks.run("state", partial(_state, pipeline.state))
     return checks.findings
@@ -165,23 +183,6 @@ def _wal_level(source: Connection, pipeline: Pipeline) -> str:
             "(on Amazon RDS set rds.logical_replication = 1 and reboot).",
         )
     return "wal_level is logical."
-
-
-def _replication(source: Connection, pipeline: Pipeline) -> str:
-    # RDS reserves the attribute REPLICATION for itself and grants this role in its place.
-    user = _user(source)
-    may = scalar(
-        source,
-        "SELECT rolreplication OR rolsuper OR EXISTS (SELECT FROM pg_catalog.pg_roles r"
-        " WHERE r.rolname = 'rds_replication' AND pg_catalog.pg_has_role(u.oid, r.oid, 'USAGE'))"
-        " FROM pg_catalog.pg_roles u WHERE rolname = current_user",
-    )
-    if not may:
-        raise MissingPrivilege(
-            f"role {user} may not use replication",
-            f"Run: ALTER ROLE {user} WITH REPLICATION; (on Amazon RDS: GRANT rds_replication TO {user};)",
-        )
-    return f"Role {user} may use replication."
 
 
 def _slot(source: Connection, pipeline: Pipeline) -> str:
@@ -259,41 +260,11 @@ def _encoding(source: Connection, pipeline: Pipeline) -> str:
     return f"The source database has encoding {encoding}."
 
 
-def _select(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    # Of the whole table, not of its columns: the snapshot's LOCK TABLE asks for that.
-    unreadable = _leaves_where(
-        source,
-        tables,
-        "NOT (pg_catalog.has_table_privilege(c.oid, 'SELECT')"
-        " AND pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE'))",
-    )
-    if unreadable:
-        names = ", ".join(unreadable)
-        schemas = ", ".join(sorted({name.partition(".")[0] for name in unreadable}))
-        user = _user(source)
-        raise MissingPrivilege(
-            f"role {user} may not read {names}",
-            f"Run: GRANT USAGE ON SCHEMA {schemas} TO {user}; GRANT SELECT ON {names} TO {user};",
-        )
-    return "All tables can be read."
-
-
-def _row_security(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    hidden = _leaves_where(source, tables, "pg_catalog.row_security_active(c.oid)")
-    if hidden:
-        user = _user(source)
-        raise MissingPrivilege(
-            f"row-level security hides rows of {', '.join(hidden)} from role {user}",
-            f"Run: ALTER ROLE {user} WITH BYPASSRLS; or let the tables' owner disable row-level security.",
-        )
-    return "No row is hidden by row-level security."
-
-
 def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
     name = pipeline.source.publication
     quoted = sql.Identifier(name).as_string(source)
     statement = publication_sql(source, name, tables)
-    not_owned = _leaves_where(source, tables, "NOT pg_catalog.pg_has_role(c.relowner, 'USAGE')")
+    not_owned = leaves_where(source, tables, "NOT pg_catalog.pg_has_role(c.relowner, 'USAGE')")
     found = rows(
         source,
         "SELECT pubinsert AND pubupdate AND pubdelete AND pubtruncate AND NOT pubviaroot,"
@@ -301,12 +272,21 @@ def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]
         [name],
     )
     if not found:
-        create = "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE')"
-        if not_owned or not scalar(source, create):
-            reason = f"does not own {', '.join(not_owned)}" if not_owned else "lacks CREATE on the database"
+        user, absent = quoted_user(source), f"publication {name!r} does not exist"
+        if not_owned:
             raise MissingPrivilege(
-                f"publication {name!r} does not exist, and role {_user(source)} cannot create it because it {reason}",
+                f"{absent}, and role {user} cannot create it because it does not own {', '.join(not_owned)}",
                 f"Let the tables' owner, with CREATE on the database, or a superuser run: {statement}",
+            )
+        database, create = row(
+            source,
+            "SELECT pg_catalog.quote_ident(d), pg_catalog.has_database_privilege(d, 'CREATE')"
+            " FROM pg_catalog.current_database() AS d",
+        )
+        if not create:
+            raise MissingPrivilege(
+                f"{absent}, and role {user} cannot create it because it lacks CREATE on the database",
+                f"Run: GRANT CREATE ON DATABASE {database} TO {user};",
             )
         return f"Publication {name!r} can be created."
     complete, is_ours = found[0]
@@ -365,35 +345,9 @@ def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
     return "Every table has a target of its own."
 
 
-def _sink_privileges(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    if scalar(sink, "SELECT pg_catalog.pg_is_in_recovery()"):
-        raise ServerNotReady("the sink is a standby", "Give sink.dsn the primary's address.")
-    wanted = sorted({RECORDS_SCHEMA, *(target_of(pipeline, table)[0] for table in tables)})
-    query = (
-        "SELECT nspname, pg_catalog.has_schema_privilege(oid, 'USAGE')"
-        " AND pg_catalog.has_schema_privilege(oid, 'CREATE') FROM pg_catalog.pg_namespace WHERE nspname = ANY (%s)"
-    )
-    existing = dict(rows(sink, query, [wanted]))
-    create = scalar(sink, "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE')")
-    user = _user(sink)
-    for schema in wanted:
-        quoted = sql.Identifier(schema).as_string(sink)
-        if schema not in existing and not create:
-            raise MissingPrivilege(
-                f"role {user} may not create schema {schema} in the sink",
-                f"Run: CREATE SCHEMA {quoted} AUTHORIZATION {user};",
-            )
-        if not existing.get(schema, True):
-            raise MissingPrivilege(
-                f"role {user} may not create tables in schema {schema} of the sink",
-                f"Run: GRANT USAGE, CREATE ON SCHEMA {quoted} TO {user};",
-            )
-    return "Schemas and tables can be created in the sink."
-
-
 def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
     recorded: dict[tuple[str, str], tuple[str, str]] = {}
-    if scalar(sink, "SELECT pg_catalog.to_regclass(%s) IS NOT NULL", [f"{RECORDS_SCHEMA}.tables"]):
+    if may_select(sink, (RECORDS_SCHEMA, "tables")):
         query = f"SELECT target_schema, target_table, pipeline, source_table FROM {RECORDS_SCHEMA}.tables"
         recorded = {(schema, name): (owner, table) for schema, name, owner, table in rows(sink, query)}
     for table in tables:
@@ -408,9 +362,7 @@ def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]
                 f"the target table {schema}.{name} belongs to pipeline {owner[0]!r}, which copies {owner[1]} into it",
                 "Give the pipeline another target schema (sink.schema), or drop the other one.",
             )
-        if not scalar(sink, "SELECT pg_catalog.to_regclass(%s) IS NOT NULL", [target.as_string(sink)]):
-            continue
-        if rows(sink, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(target)):
+        if may_select(sink, (schema, name)) and rows(sink, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(target)):
             raise ForeignTable(
                 f"the target table {schema}.{name} exists and has rows that pipeline {pipeline.name!r} did not write",
                 advice,
@@ -454,32 +406,20 @@ def _list_nearest(url: str) -> None:
             path = parent
 
 
-def _leaves_where(source: Connection, tables: Sequence[Table], condition: str) -> list[str]:
-    """The quoted names of the leaves ``c`` (of ``pg_class``) that meet a condition."""
-    query = (
-        "SELECT pg_catalog.format('%%I.%%I', n.nspname, c.relname) FROM pg_catalog.pg_class c"
-        " JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
-        f" WHERE c.oid = ANY (%s::pg_catalog.oid[]) AND {condition} ORDER BY 1"
-    )
-    return [name for (name,) in rows(source, query, [[leaf.oid for table in tables for leaf in table.leaves]])]
-
-
-def _user(connection: Connection) -> str:
-    return str(scalar(connection, "SELECT pg_catalog.quote_ident(current_user)"))
-
-
 _SOURCE_CHECKS: dict[str, Callable[[Connection, Pipeline], str]] = {
     "primary": _primary,
     "wal_level": _wal_level,
-    "replication": _replication,
     "slot": _slot,
     "wal sender": _sender,
+    # After it, since this takes a sender for a moment.
+    "replication": lambda source, pipeline: may_replicate(source, pipeline.source.dsn),
+    "functions": lambda source, pipeline: may_execute(source),
     "wal retention": _retention,
     "wal_sender_timeout": _sender_timeout,
     "encoding": _encoding,
 }
 _TABLE_CHECKS: dict[str, Callable[[Connection, Pipeline, Sequence[Table]], str]] = {
-    "select": _select,
-    "row security": _row_security,
+    "select": lambda source, pipeline, tables: may_read(source, tables),
+    "row security": lambda source, pipeline, tables: sees_all_rows(source, tables),
     "publication": _publication,
 }

@@ -23,12 +23,9 @@ Schema of the stream, one row a piece:
 from __future__ import annotations
 
 import json
-import tempfile
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -52,9 +49,6 @@ _BLOCK_BYTES = 8 << 20
 class SourceOptions:
     """What the reader needs to know.
 
-    It crosses to the reader's process in a file that only this user can read,
-    since options of a Spark source show up in plans and in the Spark UI.
-
     :param applied: LSN that is durable in the sink; the stream is asked from there.
     :param max_batch_bytes: bytes of messages a batch should not exceed.
     :param heartbeat: seconds between two advances without content.
@@ -67,36 +61,27 @@ class SourceOptions:
     max_batch_bytes: int
     heartbeat: float
 
-    @contextmanager
-    def file(self) -> Iterator[str]:
-        """The path of a private temporary file with the options, which goes with the block."""
-        with tempfile.TemporaryDirectory(prefix="airflow-cdc-") as directory:
-            path = Path(directory) / "source.json"
-            path.touch(mode=0o600)
-            path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            yield str(path)
 
-    @classmethod
-    def read(cls, path: str) -> SourceOptions:
-        """Read the options from a file that :meth:`file` made."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+def postgres_cdc(options: SourceOptions) -> type[DataSource]:
+    """The data source ``postgres_cdc`` of one slot, to be registered with Spark.
 
+    Options of a Spark source show up in plans and in the Spark UI, and a file would outlive a driver that is killed.
+    A class that was made in a function is shipped by its code, and what it refers to goes with it: over a pipe to the
+    reader's process, inside the task to executors, and to no disk.
+    """
 
-class PostgresCdcSource(DataSource):
-    """Registers as ``postgres_cdc``; its option ``config`` is a path from :meth:`SourceOptions.file`."""
+    class PostgresCdcSource(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "postgres_cdc"
 
-    def __init__(self, options: MutableMapping[str, str]) -> None:
-        super().__init__(options)
+        def schema(self) -> str:
+            return SCHEMA
 
-    @classmethod
-    def name(cls) -> str:
-        return "postgres_cdc"
+        def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+            return SlotStreamReader(options)
 
-    def schema(self) -> str:
-        return SCHEMA
-
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return SlotStreamReader(self.options["config"])
+    return PostgresCdcSource
 
 
 class PiecePartition(InputPartition):
@@ -110,18 +95,15 @@ class PiecePartition(InputPartition):
 class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Spark's view of a slot. Connects on first use: a copy of it is pickled into the read tasks."""
 
-    def __init__(self, config: str) -> None:
-        self._config = config
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
         self._reader: WalReader | None = None
         self._advanced = 0.0
         self._target: Position | None = None
 
-    def _options(self) -> SourceOptions:
-        return SourceOptions.read(self._config)
-
     def _connected(self) -> WalReader:
         if self._reader is None:
-            options = self._options()
+            options = self._options
             self._reader = WalReader(
                 options.dsn,
                 options.slot,
@@ -133,14 +115,14 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._reader
 
     def initialOffset(self) -> dict[str, Any]:
-        return Position(self._options().applied).to_json()
+        return Position(self._options.applied).to_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        return ReadMaxBytes(self._options().max_batch_bytes)
+        return ReadMaxBytes(self._options.max_batch_bytes)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Choose the end of the next batch, having acknowledged the one that ended at ``start``."""
-        options, after = self._options(), Position.from_json(start)
+        options, after = self._options, Position.from_json(start)
         reader = self._connected()
         if after > Position(options.applied):
             failpoint("before-acknowledgement")
@@ -159,7 +141,7 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         """Take as target everything that is committed now, up to a marker written for the purpose."""
-        options, reader = self._options(), self._connected()
+        options, reader = self._options, self._connected()
         with connected(options.dsn, settings={"synchronous_commit": "local"}) as connection:
             query = "SELECT pg_logical_emit_message(true, %s, 'available-now')::text"
             marker = parse_lsn(scalar(connection, query, [MESSAGE_PREFIX]))
@@ -171,7 +153,7 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         A batch that an earlier run planned is asked for again only if the sink holds it: it is then empty.
         """
         first, last = Position.from_json(start), Position.from_json(end)
-        if last <= Position(self._options().applied):
+        if last <= Position(self._options.applied):
             return []
         failpoint("before-batch-planned")
         pieces = self._connected().take(first, last)

@@ -40,7 +40,7 @@ from airflow_cdc_provider.engine.reread import read_again, read_keys_again, take
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, Sink, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot, wait_until
-from airflow_cdc_provider.engine.source import PostgresCdcSource, SourceOptions
+from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 
 _POLL_SECONDS = 0.25
 _ACKNOWLEDGE_SECONDS = 30.0
@@ -140,8 +140,7 @@ class StreamJob:
         :returns: what was done. Ends early when the run is asked to stop.
         :raises CdcError: when the stream cannot go on.
         """
-        with self._source_options().file() as config:
-            return self._follow(self._start(config), target)
+        return self._follow(self._start(), target)
 
     def _follow(self, query: StreamingQuery, target: int | None) -> StreamProgress:
         beat = time.monotonic()
@@ -178,11 +177,11 @@ class StreamJob:
             pipeline.stream.heartbeat,
         )
 
-    def _start(self, config: str) -> StreamingQuery:
+    def _start(self) -> StreamingQuery:
         self._sink.sweep(self._run.epoch)
         self._discard_foreign_checkpoint()
-        self._spark.dataSource.register(PostgresCdcSource)
-        pieces = self._spark.readStream.format("postgres_cdc").option("config", config).load()
+        self._spark.dataSource.register(postgres_cdc(self._source_options()))
+        pieces = self._spark.readStream.format("postgres_cdc").load()
         return (
             pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
             .foreachBatch(self._batch)

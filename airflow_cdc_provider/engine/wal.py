@@ -23,8 +23,8 @@ from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position
-from airflow_cdc_provider.engine.connection import connected, describe, scalar, session_dsn
-from airflow_cdc_provider.engine.errors import ConnectionFailed, StreamFailed
+from airflow_cdc_provider.engine.connection import connected, connection_failure, scalar, session_dsn
+from airflow_cdc_provider.engine.errors import StreamFailed
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Piece
 
@@ -176,14 +176,26 @@ class WalReader:
         self._connection.flush()
 
 
-def _start_replication(dsn: str, slot: str, publication: str, start: int) -> PGconn:
-    connection: PGconn = pq.PGconn.connect(f"{session_dsn(dsn, f'airflow-cdc {slot}')}&replication=database".encode())
+def open_replication(dsn: str, application: str) -> PGconn:
+    """Open a connection on which a slot can be read.
+
+    :raises ConnectionFailed: when the server cannot be reached or refuses it.
+    """
+    connection: PGconn = pq.PGconn.connect(f"{session_dsn(dsn, application)}&replication=database".encode())
     if connection.status != pq.ConnStatus.OK:
         message = connection.error_message.decode(errors="replace").strip()
-        raise ConnectionFailed(
-            f"cannot open a replication connection to {describe(dsn)}: {message}",
-            "Check that the server runs, that the role has REPLICATION, and that pg_hba.conf lets it in.",
+        raise connection_failure(
+            dsn,
+            "open a replication connection",
+            message,
+            "Check that the server runs, that the role has REPLICATION, that pg_hba.conf lets it in, and that the"
+            " address is the server's own: a connection pooler does not pass replication on.",
         )
+    return connection
+
+
+def _start_replication(dsn: str, slot: str, publication: str, start: int) -> PGconn:
+    connection = open_replication(dsn, f"airflow-cdc {slot}")
     name = '"' + publication.replace('"', '""') + '"'
     names = "'" + name.replace("'", "''") + "'"
     command = (

@@ -1,0 +1,229 @@
+"""What the roles of a pipeline may do, and the SQL that grants what they lack.
+
+Neither role is a superuser. The source's may replicate, and read its tables; the
+sink's owns, or may write, the commit record and the target tables. Each function
+here is a check: it returns a sentence, or raises :class:`.MissingPrivilege` whose
+solution is the statement for an administrator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
+from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege, ServerNotReady
+from airflow_cdc_provider.engine.wal import open_replication
+
+RECORDS_SCHEMA = "airflow_cdc"
+_RECORDS = ("pipelines", "tables", "chunks")
+
+# Everybody may execute them by default; where servers are hardened, that has been revoked.
+_FUNCTIONS = (
+    "pg_control_system",
+    "pg_create_logical_replication_slot",
+    "pg_current_snapshot",
+    "pg_current_wal_flush_lsn",
+    "pg_current_wal_lsn",
+    "pg_current_xact_id",
+    "pg_drop_replication_slot",
+    "pg_get_replication_slots",
+    "pg_logical_emit_message",
+    "pg_partition_tree",
+    "pg_terminate_backend",
+    "pg_walfile_name",
+)
+
+
+def quoted_user(connection: Connection) -> str:
+    """The role that the connection acts as, quoted."""
+    return str(scalar(connection, "SELECT pg_catalog.quote_ident(current_user)"))
+
+
+def _place(connection: Connection) -> str:
+    info = connection.info
+    return f"{info.host}:{info.port}/{info.dbname}"
+
+
+def leaves_where(source: Connection, tables: Sequence[Table], condition: str) -> list[str]:
+    """The quoted names of the leaves ``c`` (of ``pg_class``, in the namespace ``n``) that meet a condition."""
+    return [f"{schema}.{name}" for schema, name in _leaves_where(source, tables, condition)]
+
+
+def _leaves_where(source: Connection, tables: Sequence[Table], condition: str) -> list[tuple[str, str]]:
+    query = (
+        "SELECT pg_catalog.quote_ident(n.nspname), pg_catalog.quote_ident(c.relname) FROM pg_catalog.pg_class c"
+        " JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
+        f" WHERE c.oid = ANY (%s::pg_catalog.oid[]) AND {condition} ORDER BY 1, 2"
+    )
+    found = rows(source, query, [[leaf.oid for table in tables for leaf in table.leaves]])
+    return [(schema, name) for schema, name in found]
+
+
+def may_replicate(source: Connection, dsn: str) -> str:
+    """Open a replication connection, as the stream will.
+
+    What lets a role do so is the attribute REPLICATION, but on managed services it can be a membership, so the server
+    is asked and the catalog is only for the explanation.
+
+    :raises ConnectionFailed: when the role may, but the connection is refused.
+    """
+    user = quoted_user(source)
+    attribute, senders_left = row(
+        source,
+        "SELECT rolreplication OR rolsuper OR EXISTS (SELECT FROM pg_catalog.pg_roles r"
+        " WHERE r.rolname = 'rds_replication' AND pg_catalog.pg_has_role(u.oid, r.oid, 'MEMBER')),"
+        " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_replication)"
+        " < pg_catalog.current_setting('max_wal_senders')::int"
+        " FROM pg_catalog.pg_roles u WHERE rolname = current_user",
+    )
+    try:
+        if senders_left:
+            open_replication(dsn, "airflow-cdc preflight").finish()
+        elif not attribute:
+            raise ConnectionFailed("no WAL sender is free to ask", "")
+    except ConnectionFailed as e:
+        if attribute:
+            raise
+        raise MissingPrivilege(
+            f"role {user} may not use replication",
+            f"Run: ALTER ROLE {user} WITH REPLICATION; (on Amazon RDS and Aurora: GRANT rds_replication TO {user};)",
+        ) from e
+    return f"Role {user} may use replication."
+
+
+def may_execute(connection: Connection) -> str:
+    """Check the functions that the engine calls."""
+    refused = rows(
+        connection,
+        "SELECT oid::pg_catalog.regprocedure::text FROM pg_catalog.pg_proc"
+        " WHERE pronamespace = 'pg_catalog'::pg_catalog.regnamespace AND proname = ANY (%s)"
+        " AND NOT pg_catalog.has_function_privilege(oid, 'EXECUTE') ORDER BY 1",
+        [list(_FUNCTIONS)],
+    )
+    if refused:
+        names = ", ".join(name for (name,) in refused)
+        user = quoted_user(connection)
+        raise MissingPrivilege(
+            f"role {user} may not execute {names} on {_place(connection)}",
+            f"Run: GRANT EXECUTE ON FUNCTION {names} TO {user};",
+        )
+    return f"All functions can be executed on {_place(connection)}."
+
+
+def may_read(source: Connection, tables: Sequence[Table]) -> str:
+    """Check SELECT on the tables, and USAGE on their schemas and on those of their keys' types."""
+    # Of the whole table, not of its columns: the snapshot's LOCK TABLE asks for that.
+    unreadable = leaves_where(source, tables, "NOT pg_catalog.has_table_privilege(c.oid, 'SELECT')")
+    schemas = rows(
+        source,
+        "SELECT DISTINCT pg_catalog.quote_ident(n.nspname) FROM pg_catalog.pg_namespace n WHERE n.oid IN ("
+        " SELECT relnamespace FROM pg_catalog.pg_class WHERE oid = ANY (%s::pg_catalog.oid[])"
+        " UNION SELECT typnamespace FROM pg_catalog.pg_type WHERE oid = ANY (%s::pg_catalog.oid[]))"
+        " AND NOT pg_catalog.has_schema_privilege(n.oid, 'USAGE') ORDER BY 1",
+        [
+            [leaf.oid for table in tables for leaf in table.leaves],
+            [column.type_oid for table in tables for column in table.key_columns],
+        ],
+    )
+    closed = ", ".join(schema for (schema,) in schemas)
+    user = quoted_user(source)
+    statements = [f"GRANT USAGE ON SCHEMA {closed} TO {user};"] if closed else []
+    if unreadable:
+        statements.append(f"GRANT SELECT ON {', '.join(unreadable)} TO {user};")
+    if statements:
+        what = f"read {', '.join(unreadable)}" if unreadable else f"use schema {closed}"
+        raise MissingPrivilege(f"role {user} may not {what}", f"Run: {' '.join(statements)}")
+    return "All tables can be read."
+
+
+def sees_all_rows(source: Connection, tables: Sequence[Table]) -> str:
+    """Check that row-level security hides nothing of the tables."""
+    hidden = leaves_where(source, tables, "pg_catalog.row_security_active(c.oid)")
+    if hidden:
+        user = quoted_user(source)
+        raise MissingPrivilege(
+            f"row-level security hides rows of {', '.join(hidden)} from role {user}",
+            f"Run: ALTER ROLE {user} WITH BYPASSRLS; or let the tables' owner disable row-level security.",
+        )
+    return "No row is hidden by row-level security."
+
+
+def may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Literal["mirror", "changelog"]) -> str:
+    """Check that record, staging and target tables can be created where they are missing, and written where not.
+
+    :param targets: schema and name of each target table.
+    """
+    if scalar(sink, "SELECT pg_catalog.pg_is_in_recovery()"):
+        raise ServerNotReady("the sink is a standby", "Give sink.dsn the primary's address.")
+    user = quoted_user(sink)
+    tables = [*((RECORDS_SCHEMA, name) for name in _RECORDS), *targets]
+    schemas = _schema_privileges(sink, sorted({schema for schema, _ in tables}))
+    found = _table_privileges(sink, tables)
+    may_create = scalar(sink, "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE')")
+    lacking, statements = [], []
+    for schema in sorted({schema for schema, _ in tables}):
+        quoted = sql.Identifier(schema).as_string(sink)
+        if schema not in schemas:
+            if not may_create:
+                lacking.append(f"create schema {schema}")
+                statements.append(f"CREATE SCHEMA {quoted} AUTHORIZATION {user};")
+            continue
+        # Staging tables come and go; where all targets exist, nothing has to be created.
+        complete = schema != RECORDS_SCHEMA and all(table in found for table in tables if table[0] == schema)
+        wanted = ["USAGE"] if complete else ["USAGE", "CREATE"]
+        missing = [privilege for privilege in wanted if privilege not in schemas[schema]]
+        if missing:
+            lacking.append(f"{'create tables in' if 'CREATE' in missing else 'use'} schema {schema}")
+            statements.append(f"GRANT {', '.join(missing)} ON SCHEMA {quoted} TO {user};")
+    for table in tables:
+        # A mirror is merged into, a changelog appended to.
+        append_only = mode == "changelog" and table[0] != RECORDS_SCHEMA
+        wanted = ["SELECT", "INSERT"] if append_only else ["SELECT", "INSERT", "UPDATE", "DELETE"]
+        missing = [privilege for privilege in wanted if privilege not in found.get(table, wanted)]
+        if missing:
+            lacking.append(f"{', '.join(missing)} {'.'.join(table)}")
+            statements.append(f"GRANT {', '.join(missing)} ON {sql.Identifier(*table).as_string(sink)} TO {user};")
+    hidden = [".".join(table) for table in targets if "ROWS" not in found.get(table, ["ROWS"])]
+    if hidden:
+        lacking.append(f"see all rows of {', '.join(hidden)}, which have row-level security")
+        statements.append(f"ALTER ROLE {user} WITH BYPASSRLS;")
+    if lacking:
+        raise MissingPrivilege(
+            f"role {user} may not, in the sink: {'; '.join(lacking)}", f"Run: {' '.join(statements)}"
+        )
+    return "Schemas and tables can be created and written in the sink."
+
+
+def _schema_privileges(connection: Connection, names: Sequence[str]) -> dict[str, list[str]]:
+    """What the role may do in those of the schemas that exist."""
+    query = (
+        "SELECT nspname, ARRAY(SELECT p FROM pg_catalog.unnest('{USAGE,CREATE}'::text[]) AS p"
+        " WHERE pg_catalog.has_schema_privilege(n.oid, p)) FROM pg_catalog.pg_namespace n WHERE nspname = ANY (%s)"
+    )
+    return dict(rows(connection, query, [list(names)]))
+
+
+def _table_privileges(connection: Connection, names: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+    """What the role may do with those of the tables that exist; ``ROWS`` stands for seeing all of them."""
+    query = (
+        "SELECT n.nspname, c.relname, ARRAY(SELECT p FROM pg_catalog.unnest('{SELECT,INSERT,UPDATE,DELETE}'::text[])"
+        " AS p WHERE pg_catalog.has_table_privilege(c.oid, p))"
+        " || CASE WHEN pg_catalog.row_security_active(c.oid) THEN '{}' ELSE '{ROWS}'::text[] END"
+        " FROM pg_catalog.pg_class c"
+        " JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
+        " JOIN unnest(%s::text[], %s::text[]) AS t (nspname, relname)"
+        " ON n.nspname = t.nspname AND c.relname = t.relname"
+    )
+    found = rows(connection, query, [[schema for schema, _ in names], [name for _, name in names]])
+    return {(schema, name): privileges for schema, name, privileges in found}
+
+
+def may_select(connection: Connection, table: tuple[str, str]) -> bool:
+    """Whether a table exists and the role may read it."""
+    return "SELECT" in _table_privileges(connection, [table]).get(table, []) and "USAGE" in _schema_privileges(
+        connection, [table[0]]
+    ).get(table[0], [])
