@@ -193,7 +193,7 @@ def test_every_obstacle_on_a_server_is_named(monkeypatch: pytest.MonkeyPatch, ma
 
     assert not passed
     assert "Set wal_level = logical" in text
-    assert "Role reader may not replicate." in text
+    assert "ALTER ROLE reader WITH REPLICATION" in text
     assert "No replication slot is free." in text
 
 

@@ -37,9 +37,7 @@ _READINESS = """
     SELECT current_setting('server_version'), current_setting('server_version_num')::int / 10000,
            current_setting('wal_level'), current_user::text,
            current_setting('max_replication_slots')::int - (SELECT count(*) FROM pg_replication_slots),
-           current_setting('max_wal_senders')::int - (SELECT count(*) FROM pg_stat_replication),
-           (SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = current_user)
-           OR EXISTS (SELECT FROM pg_roles WHERE rolname = 'rds_replication' AND pg_has_role(oid, 'member'))
+           current_setting('max_wal_senders')::int - (SELECT count(*) FROM pg_stat_replication)
 """
 
 
@@ -80,11 +78,17 @@ class PostgresCdcHook(BaseHook):
     def test_connection(self) -> tuple[bool, str]:
         """Whether changes can be captured through this connection, and a sentence a check."""
         from airflow_cdc_provider.engine.connection import connected, describe, row
+        from airflow_cdc_provider.engine.privileges import may_replicate
 
+        refusal = ""
         try:
             uri = self.get_uri()
             with connected(uri) as connection:
-                version, major, wal_level, role, slots, senders, replicates = row(connection, _READINESS)
+                version, major, wal_level, role, slots, senders = row(connection, _READINESS)
+                try:
+                    may_replicate(connection, uri)
+                except CdcError as e:
+                    refusal = f"{_sentence(e.message)} {e.solution}"
         except CdcError as e:
             return False, f"{_sentence(e.message)} {e.solution}"
         checks = (
@@ -98,11 +102,7 @@ class PostgresCdcHook(BaseHook):
                 "wal_level is logical.",
                 f"wal_level is {wal_level}. Set wal_level = logical and restart the server.",
             ),
-            (
-                replicates,
-                f"Role {role} may replicate.",
-                f"Role {role} may not replicate. Run ALTER ROLE ... REPLICATION for it, or grant it rds_replication.",
-            ),
+            (not refusal, f"Role {role} may replicate.", refusal),
             (
                 slots > 0,
                 f"{slots} replication slots are free.",
