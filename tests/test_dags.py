@@ -378,7 +378,9 @@ def test_a_run_copies_the_tables_of_real_servers(databases: Databases, tmp_path:
         connection.execute("INSERT INTO orders SELECT i, 'order ' || i FROM generate_series(1, 1000) i")
     write_pipeline(tmp_path, **{"pipeline: shop": f"pipeline: shop_{os.getpid()}"})
     (tmp_path / "run.py").write_text(REAL_RUN)
-    connections = {"AIRFLOW_CONN_SHOP_PG": databases.source, "AIRFLOW_CONN_WAREHOUSE_PG": databases.target}
+    # The servers ask for no password, so any will do to see where it goes.
+    dsns = (dsn.replace("@", ":n0tTelling@") for dsn in (databases.pipeline_source, databases.pipeline_target))
+    connections = dict(zip(("AIRFLOW_CONN_SHOP_PG", "AIRFLOW_CONN_WAREHOUSE_PG"), dsns, strict=True))
 
     done = subprocess.run(
         [sys.executable, str(tmp_path / "run.py"), str(ROOT / "dags")],
@@ -394,3 +396,9 @@ def test_a_run_copies_the_tables_of_real_servers(databases: Databases, tmp_path:
     assert set(outcome.values()) == {"success"}, done.stdout
     with psycopg.connect(databases.target) as connection:
         assert connection.execute("SELECT count(*), max(body) FROM orders").fetchone() == (1000, "order 999")
+    # Logs of the tasks; Airflow's database with rendered fields and XComs, and its files; state and checkpoint.
+    assert "n0tTelling" not in done.stdout
+    home = Path(os.environ["AIRFLOW_HOME"])
+    shown = [path for place in (tmp_path, home) for path in place.rglob("*") if path.is_file()]
+    assert home / "airflow.db" in shown
+    assert [path for path in shown if b"n0tTelling" in path.read_bytes()] == []

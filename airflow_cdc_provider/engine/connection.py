@@ -121,9 +121,13 @@ def connection_failure(dsn: str, what: str, text: str, otherwise: str) -> CdcErr
 def without_password(text: str, dsn: str) -> str:
     """A message of a driver, in which asterisks stand for the DSN's password should it be repeated there."""
     parts = urlsplit(dsn)
-    secrets = {parts.password, dict(parse_qsl(parts.query.replace("+", "%2B"))).get("password")} - {None, ""}
-    for secret in sorted({form for s in secrets for form in (str(s), unquote(str(s)))}, key=len, reverse=True):
-        text = text.replace(secret, "***")
+    pairs = (pair.partition("=") for pair in parts.query.split("&"))
+    given = [parts.password, *(value for name, _, value in pairs if name == "password")]
+    plain = [unquote(secret) for secret in given if secret]
+    # As it is, as it stands in the DSN, and as session_dsn writes it.
+    forms = {*filter(None, given), *plain, *(quote(secret, safe="") for secret in plain), *map(quote, plain)}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, "***")
     return text
 
 
