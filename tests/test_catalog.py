@@ -167,8 +167,8 @@ def test_a_glob_skips_what_cannot_be_captured_and_says_so(source: Connection, ca
     ("statement", "mode", "remedy"),
     [
         ("CREATE TABLE shop.t (id int)", "mirror", 'ALTER TABLE "shop"."t" ADD PRIMARY KEY'),
+        ("CREATE TABLE shop.t (id int)", "mirror", 'ALTER TABLE "shop"."t" REPLICA IDENTITY FULL'),
         ("CREATE TABLE shop.t (id int)", "changelog", 'ALTER TABLE "shop"."t" REPLICA IDENTITY FULL'),
-        ("CREATE TABLE shop.t (id int); ALTER TABLE shop.t REPLICA IDENTITY FULL", "mirror", "ADD PRIMARY KEY"),
         (
             "CREATE TABLE shop.t (id int PRIMARY KEY); ALTER TABLE shop.t REPLICA IDENTITY NOTHING",
             "changelog",
@@ -203,10 +203,12 @@ def test_a_named_table_that_cannot_be_captured_is_refused_with_the_remedy(
     assert remedy in refused.value.solution
 
 
-def test_a_changelog_takes_a_table_without_key_under_full(source: Connection) -> None:
-    rows(source, "CREATE TABLE shop.t (id int); ALTER TABLE shop.t REPLICA IDENTITY FULL")
+@pytest.mark.parametrize("definition", ["id int", "id int PRIMARY KEY DEFERRABLE"])
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_a_table_without_key_is_taken_under_full(source: Connection, mode: Mode, definition: str) -> None:
+    rows(source, f"CREATE TABLE shop.t ({definition}); ALTER TABLE shop.t REPLICA IDENTITY FULL")
 
-    (table,) = find(source, "shop.t", mode="changelog")
+    (table,) = find(source, "shop.t", mode=mode)
 
     assert (table.key, table.replica_identity) == ((), "f")
 

@@ -56,14 +56,16 @@ WITH RECURSIVE domains AS (
     UNION ALL
     SELECT d.type, t.typbasetype FROM domains d JOIN pg_catalog.pg_type t ON t.oid = d.base AND t.typtype = 'd'
 ), btree AS (
-    SELECT c.opcintype AS type, n.nspname
+    SELECT c.opcintype AS type,
+           pg_catalog.array_agg(pg_catalog.quote_ident(n.nspname) || '.' || p.oprname ORDER BY a.amopstrategy) AS names
     FROM pg_catalog.pg_opclass c
     JOIN pg_catalog.pg_am m ON m.oid = c.opcmethod AND m.amname = 'btree'
-    JOIN pg_catalog.pg_amop a ON a.amopfamily = c.opcfamily AND a.amopstrategy = 1
+    JOIN pg_catalog.pg_amop a ON a.amopfamily = c.opcfamily AND a.amopstrategy IN (1, 3, 4)
         AND a.amoplefttype = c.opcintype AND a.amoprighttype = c.opcintype
     JOIN pg_catalog.pg_operator p ON p.oid = a.amopopr
     JOIN pg_catalog.pg_namespace n ON n.oid = p.oprnamespace
     WHERE c.opcdefault AND n.nspname <> 'pg_catalog'
+    GROUP BY c.opcintype
 )
 SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypmod), a.atttypid::int8,
        CASE WHEN a.attcollation <> t.typcollation
@@ -71,7 +73,7 @@ SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypm
        a.attnotnull,
        t.oid < 16384 AND t.typnamespace = 'pg_catalog'::pg_catalog.regnamespace AND t.typtype <> 'd'
            AND (t.typelem = 0 OR e.oid < 16384 AND e.typnamespace = t.typnamespace),
-       pg_catalog.quote_ident(o.nspname),
+       o.names,
        a.attgenerated <> ''
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
@@ -101,8 +103,9 @@ class Column:
     :param type: its type as SQL with modifier, schema-qualified unless it lives in ``pg_catalog``.
     :param collation: its collation, quoted and qualified, where that is not the type's own; else ``None``.
     :param builtin: whether the type, or the element of an array, comes with Postgres; a domain never does.
-    :param operators: quoted schema of the operators that order the type, ``None`` for ``pg_catalog``: ``citext``
-        compared without it is compared as ``text``.
+    :param operators: the source's operators for less, equal, and greater or equal, as ``OPERATOR()`` takes them;
+        ``None`` where they are those of ``pg_catalog``. ``citext`` compared without them is compared as ``text``,
+        and ``hstore`` not at all.
     """
 
     name: str
@@ -111,7 +114,13 @@ class Column:
     collation: str | None
     not_null: bool
     builtin: bool
-    operators: str | None = None
+    operators: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Column:
+        """Read a column from JSON values."""
+        operators = values.get("operators")
+        return cls(**{**values, "operators": tuple(operators) if operators else None})
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,7 @@ class Table:
         return cls(
             **{
                 **values,
-                "columns": tuple(Column(**column) for column in values["columns"]),
+                "columns": tuple(map(Column.from_dict, values["columns"])),
                 "key": tuple(values["key"]),
                 "leaves": tuple(Leaf(**leaf) for leaf in values["leaves"]),
             }
@@ -264,8 +273,9 @@ class _Catalog:
             leaves[root] += (by_oid[leaf],)
         oids = list(leaves) + [leaf.oid for group in leaves.values() for leaf in group]
         columns: dict[int, tuple[tuple[Column, bool], ...]] = defaultdict(tuple)
+        names = [field.name for field in dataclasses.fields(Column)]
         for oid, *values, generated in rows(connection, _COLUMNS, [list(leaves)]):
-            columns[oid] += ((Column(*values), generated),)
+            columns[oid] += ((Column.from_dict(dict(zip(names, values, strict=True))), generated),)
         primary: dict[int, tuple[str, ...]] = {}
         identity_index: dict[int, tuple[str, ...]] = {}
         for oid, is_primary, is_identity, names in rows(connection, _KEYS, [oids]):
@@ -334,7 +344,7 @@ def _table(connection: Connection, catalog: _Catalog, relation: _Relation, rule:
     leaves = catalog.leaves.get(relation.oid, ())
     for part in (relation, *leaves):
         _refuse_kind(part)
-    identity, key = _identity(catalog, relation, mode)
+    identity, key = _identity(catalog, relation)
     table = Table(
         oid=relation.oid,
         schema=relation.schema,
@@ -365,7 +375,7 @@ def _refuse_kind(relation: _Relation) -> None:
         )
 
 
-def _identity(catalog: _Catalog, relation: _Relation, mode: Mode) -> tuple[str, tuple[str, ...]]:
+def _identity(catalog: _Catalog, relation: _Relation) -> tuple[str, tuple[str, ...]]:
     """The replica identity of the relation's leaves, and its key columns."""
     label, quoted = relation.label, relation.quoted
     leaves = catalog.leaves[relation.oid]
@@ -389,15 +399,12 @@ def _identity(catalog: _Catalog, relation: _Relation, mode: Mode) -> tuple[str, 
                 f"the replica identity of {leaf.label} is not the key of {label}",
                 f"Add a primary key to {quoted} and run: ALTER TABLE {leaf.quoted} REPLICA IDENTITY DEFAULT;",
             )
-    if not key and (identity != "f" or mode == "mirror"):
-        remedy = (
-            f"Run: ALTER TABLE {quoted} ADD PRIMARY KEY (…); or, with a unique index on columns that are NOT NULL: "
-            f"ALTER TABLE {quoted} REPLICA IDENTITY USING INDEX …;"
-        )
-        if mode == "changelog":
-            remedy += f" or: ALTER TABLE {quoted} REPLICA IDENTITY FULL;"
+    if not key and identity != "f":
+        full = " ".join(f"ALTER TABLE {part.quoted} REPLICA IDENTITY FULL;" for part in leaves or (relation,))
         raise UncapturableTable(
-            f"{label} has no key that identifies its rows (a primary key that is not deferrable)", remedy
+            f"{label} has no key that identifies its rows (a primary key that is not deferrable)",
+            f"Run: ALTER TABLE {quoted} ADD PRIMARY KEY (…); or, with a unique index on columns that are NOT NULL: "
+            f"ALTER TABLE {quoted} REPLICA IDENTITY USING INDEX …; or, to identify rows by all their values: {full}",
         )
     return identity, key
 

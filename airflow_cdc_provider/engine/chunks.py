@@ -45,6 +45,9 @@ _CAST_DIFFERS = frozenset({16, 18, 19, 142, 650, 869, 1042})
 # Types whose bare name means a length of one.
 _UNMODIFIED = {"character": "bpchar", "bit": '"bit"'}
 _TITLE_WIDTH = 60
+# The places of the operators in Column.operators.
+_LESS, _EQUAL, _GREATER_OR_EQUAL = 0, 1, 2
+_SYMBOLS = ("<", "=", ">=")
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,36 @@ def plan(connection: Connection, table: Table, chunk_rows: int) -> tuple[Chunk, 
 
 def range_condition(table: Table, chunk: Chunk) -> sql.Composable:
     """The SQL condition that a row of ``table`` lies in ``chunk``; the database compares, index and all."""
-    sides = ((">=", chunk.lower), ("<", chunk.upper))
-    conditions = [_compared(table.key_columns, operator, bound) for operator, bound in sides if bound is not None]
+    sides = ((_GREATER_OR_EQUAL, chunk.lower), (_LESS, chunk.upper))
+    conditions = [_compared(table.key_columns, side, bound) for side, bound in sides if bound is not None]
     return sql.SQL(" AND ").join(conditions) if conditions else sql.SQL("true")
+
+
+def keys_condition(table: Table, keys: Iterable[tuple[str, ...]]) -> sql.Composable:
+    """The SQL condition that a row of ``table`` has one of some keys, in the eyes of the source.
+
+    :param keys: texts of the key columns.
+    """
+    texts = sorted(keys)
+    if not texts:
+        return sql.SQL("false")
+    prefix = "k"  # of names that no column of the table has
+    while any(column.name.startswith(prefix) for column in table.columns):
+        prefix += "k"
+    names = [sql.Identifier(f"{prefix}{i}") for i in range(len(table.key))]
+    wanted = sql.SQL(", ").join(
+        sql.SQL("{} AS {}").format(cast_key(name, column), name)
+        for name, column in zip(names, table.key_columns, strict=True)
+    )
+    equal = sql.SQL(" AND ").join(
+        sql.SQL(f"{{}} OPERATOR({column.operators[_EQUAL] if column.operators else 'pg_catalog.='}) {{}}").format(
+            sql.Identifier(column.name), name
+        )
+        for column, name in zip(table.key_columns, names, strict=True)
+    )
+    return sql.SQL("EXISTS (SELECT FROM (SELECT {} FROM ROWS FROM ({}) AS k ({})) AS k WHERE {})").format(
+        wanted, _unnest(zip(*texts, strict=True)), sql.SQL(", ").join(names), equal
+    )
 
 
 def read_query(table: Table, chunk: Chunk | None) -> sql.Composable:
@@ -159,7 +189,7 @@ def chunk_of(
     # One sort of keys and bounds together; a key's chunk is the number of bounds up to it, equal ones included.
     names = [sql.Identifier(f"k{i}") for i in range(len(table.key))]
     casts = (
-        sql.SQL("{} AS {}").format(_cast(name, column), name)
+        sql.SQL("{} AS {}").format(cast_key(name, column), name)
         for name, column in zip(names, table.key_columns, strict=True)
     )
     query = sql.SQL(
@@ -201,8 +231,8 @@ def _unnest(columns: Iterable[Iterable[str]]) -> sql.Composable:
     return sql.SQL(", ").join(literal(values) for values in columns)
 
 
-def _cast(value: sql.Composable, column: Column) -> sql.Composable:
-    """A text cast to the column's type and collation.
+def cast_key(value: sql.Composable, column: Column) -> sql.Composable:
+    """A text cast to the column's type and collation, for comparisons at the source.
 
     Not to its modifier: a key that came after ``varchar(5)`` became ``varchar(10)`` must not be cut to five.
     """
@@ -216,22 +246,26 @@ def _cast(value: sql.Composable, column: Column) -> sql.Composable:
     return cast if column.collation is None else cast + sql.SQL(f" COLLATE {column.collation}")
 
 
-def _compared(key: Sequence[Column], operator: str, bound: Sequence[str]) -> sql.Composable:
-    """The comparison of a key with a bound, by the operators that also sort it."""
+def _compared(key: Sequence[Column], side: int, bound: Sequence[str]) -> sql.Composable:
+    """The comparison of a key with a bound, by the operators that also sort it.
+
+    :param side: ``_LESS`` or ``_GREATER_OR_EQUAL``.
+    """
     names = [sql.Identifier(column.name) for column in key]
-    literals = [_cast(sql.Literal(text), column) for text, column in zip(bound, key, strict=True)]
+    literals = [cast_key(sql.Literal(text), column) for text, column in zip(bound, key, strict=True)]
     if all(column.operators is None for column in key):
         comma = sql.SQL(", ")
-        return sql.SQL(f"({{}}) {operator} ({{}})").format(comma.join(names), comma.join(literals))
+        return sql.SQL(f"({{}}) {_SYMBOLS[side]} ({{}})").format(comma.join(names), comma.join(literals))
     # A row comparison takes all its operators from one schema, so that it has to be spelled out.
-    schema = key[0].operators or "pg_catalog"
-    whole, strict, equal = (
-        sql.SQL(f"{{}} OPERATOR({schema}.{symbol}) {{}}").format(names[0], literals[0])
-        for symbol in (operator, operator[0], "=")
+    operators = key[0].operators or tuple(f"pg_catalog.{symbol}" for symbol in _SYMBOLS)
+    less, equal, wanted = (
+        sql.SQL(f"{{}} OPERATOR({operators[n]}) {{}}").format(names[0], literals[0]) for n in (_LESS, _EQUAL, side)
     )
     if len(key) == 1:
-        return whole
-    return sql.SQL("({} OR {} AND {})").format(strict, equal, _compared(key[1:], operator, bound[1:]))
+        return wanted
+    rest = _compared(key[1:], side, bound[1:])
+    strictly = less if side == _LESS else sql.SQL("NOT ({} OR {})").format(less, equal)
+    return sql.SQL("({} OR {} AND {})").format(strictly, equal, rest)
 
 
 def _aliases(table: Table) -> list[Column]:

@@ -262,8 +262,10 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
     record = existing_record(pipeline)
     live = any(beat.alive and beat.part == "stream" for beat in read_heartbeats(State(pipeline.state)))
-    pairs = [Pair(t.table, t.schema, t.name) for t in record.targets if t.table.key]
-    function = compare if pipeline.sink.mode == "mirror" else compare_changelog
+    mirror = pipeline.sink.mode == "mirror"
+    compared = [t for t in record.targets if mirror or t.table.key]
+    pairs = [Pair(t.table, t.schema, t.name) for t in compared]
+    function = compare if mirror else compare_changelog
 
     def tell(table: str, done: int, total: int) -> None:
         report("verify", {"table": table, "done": done, "total": total})
@@ -276,7 +278,7 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
         "tables": [result.as_dict() for result in results],
         "live": live,
         "lag_bytes": lag,
-        "not_compared": [t.table.label for t in record.targets if not t.table.key],
+        "not_compared": [t.table.label for t in record.targets if t not in compared],
     }
 
 

@@ -1,8 +1,9 @@
 """From a raw piece of the log to what it does to each target table.
 
 Runs on executors. A piece is decoded, every change is held against the chunks
-that already contain it, and what is left is collapsed to one row a key (mirror)
-or kept change by change (changelog). Values are text throughout; the sink gives
+that already contain it, and what is left is collapsed to one row a key (mirror),
+counted for each distinct row (mirror of a table without a key) or kept change by
+change (changelog). Values are text throughout; the sink gives
 them types.
 """
 
@@ -27,9 +28,11 @@ from airflow_cdc_provider.engine.merge import (
     split,
     truncate_visibility,
 )
+from airflow_cdc_provider.engine.multiset import count_rows
 from airflow_cdc_provider.engine.pgoutput import Changes
 from airflow_cdc_provider.engine.visibility import Snapshot
 
+COUNT = "count"
 ERASED = "erased"
 MISSING = "missing"
 OP = "op"
@@ -37,6 +40,7 @@ UNCHANGED = "unchanged"
 OLD_KIND = "old_kind"
 
 AskChunks = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], NDArray[np.int64]]
+AskMembers = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,9 @@ class Effect:
     :param truncate: the table is emptied first.
     :param rows: in mirror mode one row a key: ``erased`` (bool), ``c0`` … the captured columns as text,
         and where values were not sent ``missing`` (text, an int[] of column indices) and ``o0`` … the key
-        under which the sink has them. In changelog mode one row a change: ``op``, ``commit_lsn``, ``seq``,
-        ``xid``, ``commit_ts`` (microseconds since 1970), ``c0`` …, and where there are any ``unchanged``
+        under which the sink has them. For a mirror without a key one row a distinct row: ``count``, the copies to
+        add or, if negative, to remove, and ``c0`` …. In changelog mode one row a change: ``op``, ``commit_lsn``,
+        ``seq``, ``xid``, ``commit_ts`` (microseconds since 1970), ``c0`` …, and where there are any ``unchanged``
         (text, a text[] of names), ``old_kind`` and ``b0`` … the old row or key.
     """
 
@@ -94,12 +99,14 @@ def effects(
     filters: Mapping[str, TableFilter],
     mode: Literal["mirror", "changelog"],
     ask: AskChunks,
+    ask_members: AskMembers,
 ) -> PieceEffects:
     """Work out what decoded changes do to the target tables.
 
     :param tables: captured tables by the oid of each of their leaves.
     :param filters: open filters by table label.
     :param ask: tells the chunks of keys, see :func:`.chunks.chunk_of`.
+    :param ask_members: tells which keys are which members of re-reads, see :meth:`.sinks.base.Sink.members`.
     :raises CannotFollow: when a table's columns are not those that were captured.
     """
     result: list[Effect] = []
@@ -115,8 +122,10 @@ def effects(
             elif visibility is Visibility.NONE:
                 truncated_at = int(row)
         halves = split(changes, key)
-        kept = _keep(halves, changes, table, filter_, ask)
-        if mode == "mirror":
+        kept = _keep(halves, changes, table, filter_, ask, ask_members)
+        if mode == "mirror" and not key:
+            rows = _counted_rows(changes, halves, kept, truncated_at)
+        elif mode == "mirror":
             rows = _mirror_rows(changes, halves, kept, key, truncated_at)
         else:
             rows = _changelog_rows(changes, halves, kept, key, table, filter_)
@@ -213,14 +222,20 @@ def _index(table: Table, name: str) -> int:
     return [column.name for column in table.columns].index(name)
 
 
-def _keep(halves: Halves, changes: Changes, table: Table, filter_: TableFilter, ask: AskChunks) -> NDArray[np.bool_]:
+def _keep(
+    halves: Halves, changes: Changes, table: Table, filter_: TableFilter, ask: AskChunks, ask_members: AskMembers
+) -> NDArray[np.bool_]:
+    """What neither the chunks nor the re-reads contain, which came later than the chunks and see more."""
     kept = keep(halves, changes.xid, lambda keys: ask(table, filter_.bounds, keys), filter_.snapshots)
-    if filter_.reread:
-        xids = changes.xid[halves.row]
-        texts = zip(*(column.to_pylist() for column in halves.key), strict=True)
-        for half, text in enumerate(texts):
-            if text in filter_.reread:
-                kept[half] = not filter_.reread[text].visible([xids[half]])[0]
+    xids = changes.xid[halves.row]
+    members = list(filter_.reread)
+    visible = {snapshot: kept & snapshot.visible(xids) for snapshot in set(filter_.reread.values())}
+    unsure = np.flatnonzero(np.logical_or.reduce([np.zeros_like(kept), *visible.values()]))
+    if unsure.size:
+        keys = [column.take(pa.array(unsure)) for column in halves.key]
+        for place, member in ask_members(table, members, keys):
+            if visible[filter_.reread[members[member]]][unsure[place]]:
+                kept[unsure[place]] = False
     return kept
 
 
@@ -234,6 +249,14 @@ def _mirror_rows(
         columns[MISSING] = _array_literal({str(i): mask for i, mask in net.missing.items()})
         columns |= {f"o{i}": column for i, column in enumerate(net.origin)}
     return pa.table(columns)
+
+
+def _counted_rows(changes: Changes, halves: Halves, kept: NDArray[np.bool_], truncated_at: int) -> pa.Table:
+    applies = np.zeros(len(changes.op), dtype=np.bool_)
+    applies[halves.row[kept]] = True
+    counted = count_rows(changes, applies, truncated_at)
+    columns = {f"c{i}": column for i, column in enumerate(counted.rows.columns)}
+    return pa.table({COUNT: pa.array(counted.count)} | columns)
 
 
 def _changelog_rows(

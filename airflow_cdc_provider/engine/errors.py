@@ -156,6 +156,10 @@ class SinkIsSource(Refused):
     """Source and sink are the same database."""
 
 
+class TargetConflict(Refused):
+    """A constraint, trigger, key or foreign change of a target table stands in the way of a change of the source."""
+
+
 class StagingLost(Refused):
     """The staged rows of a unit are not those that were written; the unit was not committed."""
 

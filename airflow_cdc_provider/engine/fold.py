@@ -10,6 +10,9 @@ or an update that moved it there; a later beginning, a delete, a move elsewhere 
 from the last event of that life that sent them: an update leaves out TOASTed values it did not change, and those of
 an earlier life belong to another row. What no event of the life sent, for instance because the row was moved, is
 unknown and left out of the comparison.
+
+A row without a key has all its columns for a key, NULLs included, so that what is compared is how many copies of it
+either side holds.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from airflow_cdc_provider.engine.errors import UnknownTable
 
 UNKNOWN = "?"  # a cell of the target that equals every value
 
-Key = tuple[str, ...]
+Key = tuple[str | None, ...]
 Hash = Callable[[sql.Composable, int], sql.Composable]
 
 _BUCKET_BYTES = 64 << 10
@@ -232,17 +235,28 @@ def _rows(
     keys: Sequence[Key] | None,
 ) -> sql.Composable:
     conditions = [sql.SQL("true"), *where]
+    key = _array(text_of(column) for column in table.key_columns or table.columns)
     if keys is not None:
-        # Cast to the columns' types, so that their indexes serve.
-        texts = [sql.SQL(f"CAST(texts ->> {place} AS {types[name]})") for place, name in enumerate(table.key)]
-        conditions.append(_among(_list(map(sql.Identifier, table.key)), _list(texts), keys))
+        conditions.append(_at(table, types, key, keys))
     return sql.SQL("SELECT {} AS key, {} AS content, {} AS version FROM {} WHERE {}").format(
-        _array(text_of(column) for column in table.key_columns),
+        key,
         content,
         sql.SQL(version),
         relation,
         sql.SQL(" AND ").join(conditions),
     )
+
+
+def _at(table: Table, types: Mapping[str, str], key: sql.Composable, keys: Sequence[Key]) -> sql.Composable:
+    """The condition that a row has one of some keys.
+
+    Cast to the columns' types, so that their indexes serve, where all servers find the types' equality.
+    """
+    width = range(len(table.key or table.columns))
+    if not table.key or any(column.operators for column in table.key_columns):
+        return _among(key, _array(sql.SQL(f"texts ->> {place}") for place in width), keys)
+    texts = [sql.SQL(f"CAST(texts ->> {place} AS {types[name]})") for place, name in enumerate(table.key)]
+    return _among(_list(map(sql.Identifier, table.key)), _list(texts), keys)
 
 
 def _target_types(sink: Connection, table: Table, target: tuple[str, str], more: Sequence[str]) -> dict[str, str]:

@@ -113,7 +113,7 @@ def split(changes: Changes, key: tuple[int, ...]) -> Halves:
     :raises ProtocolError: when a change does not tell its key.
     """
     count = len(changes.op)
-    new = [_sent(changes, column, key)[0] for column in key]
+    new = [sent(changes, column, key)[0] for column in key]
     old = [changes.old[column] for column in key] if changes.old is not None else []
     moved = np.zeros(count, dtype=np.bool_)
     for before, after in zip(old, new, strict=False):
@@ -187,13 +187,13 @@ def collapse(
     chosen = np.flatnonzero(kept & (halves.row > truncated_at))
     row, erase = halves.row[chosen], halves.erase[chosen]
     keys = [_take(column, chosen) for column in halves.key]
-    code, distinct = _encode(keys)
+    code, distinct = encode(keys)
     last = np.empty(distinct, dtype=np.int64)
     last[code] = np.arange(len(code))  # of the halves of one key the last stays
     last.sort()
     erased = erase[last]
 
-    columns = [_sent(changes, column, key) for column in range(len(changes.new))]
+    columns = [sent(changes, column, key) for column in range(len(changes.new))]
     lineages = None
     if any(column not in key and unsent is not None for column, (_, unsent) in enumerate(columns)):
         lineages = _trace(code, erase, _links(halves, chosen), halves.moved_from[chosen] >= 0, truncated_at)
@@ -263,8 +263,8 @@ def _trace(
     return _Lineages(order, start, place, origin)
 
 
-def _sent(changes: Changes, column: int, key: tuple[int, ...]) -> tuple[pa.Array, NDArray[np.bool_] | None]:
-    """Return a column's new values and where they were not sent, if that is anywhere.
+def sent(changes: Changes, column: int, key: tuple[int, ...]) -> tuple[pa.Array, NDArray[np.bool_] | None]:
+    """Return a column's new values and where they were not sent, if that is anywhere; ``None`` if nowhere.
 
     An unchanged value is in the old row too, and Postgres sends old rows with TOASTed values inline.
     """
@@ -300,8 +300,8 @@ def _seen_by(xids: NDArray[np.int64], snapshots: Sequence[Snapshot]) -> NDArray[
     return seen
 
 
-def _encode(columns: Sequence[pa.Array]) -> tuple[NDArray[np.int64], int]:
-    """Number the distinct rows of some columns: the number of each row, and how many there are."""
+def encode(columns: Sequence[pa.Array]) -> tuple[NDArray[np.int64], int]:
+    """Number the distinct rows of some columns, NULLs being equal: the number of each row, and how many there are."""
     code, distinct = _number(columns[0])
     for column in columns[1:]:
         more, factor = _number(column)

@@ -18,7 +18,7 @@ import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.chunks import read_query, text_of
+from airflow_cdc_provider.engine.chunks import keys_condition, read_query, text_of
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, condition, connected, rows
 from airflow_cdc_provider.engine.errors import Blocked, ConfigError, GateClosed
@@ -167,18 +167,9 @@ def _matching_query(table: Table, where: str) -> sql.Composable:
 
 def _keys_query(table: Table, keys: frozenset[tuple[str, ...]]) -> sql.Composable:
     """The SELECT of the rows with given keys, every captured column as text."""
-    members: sql.Composable = sql.SQL("false")
-    if keys:
-        texts = [list(column) for column in zip(*sorted(keys), strict=True)]
-        arrays = sql.SQL(", ").join(sql.SQL("{}::text[]").format(sql.Literal(column)) for column in texts)
-        names = sql.SQL(", ").join(sql.SQL(f"k{i}") for i in range(len(texts)))
-        casts = sql.SQL(", ").join(sql.SQL(f"k{i}::{c.type}") for i, c in enumerate(table.key_columns))
-        key = sql.SQL(", ").join(map(sql.Identifier, table.key))
-        members = sql.SQL("({key}) IN (SELECT {casts} FROM unnest({arrays}) AS k({names}))").format(
-            key=key, casts=casts, arrays=arrays, names=names
-        )
     columns = sql.SQL(", ").join(text_of(column) for column in table.columns)
     where = condition(table.where) if table.where is not None else sql.SQL("true")
+    members = keys_condition(table, keys)
     return sql.SQL(" UNION ALL ").join(
         sql.SQL("SELECT {} FROM ONLY {} WHERE {} AND {}").format(
             columns, sql.Identifier(leaf.schema, leaf.name), where, members

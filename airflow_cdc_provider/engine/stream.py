@@ -95,8 +95,15 @@ class Stage:
             source = source or connect(self.source_dsn)
             return chunk_of(source, table, bounds, keys)
 
+        labelled = {target.table.label: target for target in self.targets.values()}
+
+        def ask_members(
+            table: Table, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+        ) -> Sequence[tuple[int, int]]:
+            return self.sink.members(labelled[table.label], members, keys)
+
         try:
-            net = effects(decoded, tables, self.filters, self.sink.mode, ask)
+            net = effects(decoded, tables, self.filters, self.sink.mode, ask, ask_members)
         finally:
             if source is not None:
                 source.close()

@@ -65,9 +65,12 @@ class Live(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """A key at which the two sides differ: ``missing`` from the target, ``extra`` there, or of other values."""
+    """A key at which the two sides differ: ``missing`` from the target, ``extra`` there, or of other values.
 
-    key: dict[str, str]
+    In a table without a key it is a row, with all its columns, of which the two sides hold ``different`` numbers.
+    """
+
+    key: dict[str, str | None]
     kind: Kind
 
 
@@ -104,7 +107,7 @@ def compare(
     live: Live | None,
     report: Report = lambda table, done, total: None,
 ) -> list[TableResult]:
-    """Compare tables that have a key with their mirrors.
+    """Compare tables with their mirrors.
 
     :param source: autocommitting, to the primary.
     :param sink: autocommitting.
@@ -160,7 +163,7 @@ class _Comparison:
         ]
 
     def _table(self, sides: Sides) -> TableResult:
-        table, tally = sides.table, _Tally(sides.table.key)
+        table, tally = sides.table, _Tally(sides.table.key or [column.name for column in sides.table.columns])
         buckets = sides.bucket_count(self.source)
         self.report(table.label, 0, buckets)
         with sides.source.reading(self.source), sides.target.reading(self.sink):

@@ -204,6 +204,16 @@ class Sink(Protocol):
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
         """The keys of the target's rows that match an SQL condition; none in a changelog."""
 
+    def members(
+        self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+    ) -> Sequence[tuple[int, int]]:
+        """Tell which keys are which members of re-reads, in the eyes of the target: it says which of its keys are one.
+
+        :param members: texts of keys.
+        :param keys: per key column the texts of the keys in question.
+        :returns: pairs of the place of a key and that of a member. Runs on an executor.
+        """
+
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
         """Write the effects of a piece where ``commit`` can apply them. Runs on an executor.
 

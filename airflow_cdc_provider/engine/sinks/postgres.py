@@ -20,7 +20,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connected, rows, scalar
-from airflow_cdc_provider.engine.effects import MISSING, Effect
+from airflow_cdc_provider.engine.effects import COUNT, MISSING, Effect
 from airflow_cdc_provider.engine.errors import Fenced, GateClosed, StagingLost
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
@@ -33,10 +33,10 @@ from airflow_cdc_provider.engine.sinks.base import (
 )
 from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
 from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
+from airflow_cdc_provider.engine.sinks.postgres_refusals import refusals
 from airflow_cdc_provider.engine.sinks.postgres_tables import (
     FIRST_READ,
     TableStatements,
-    refusals,
 )
 
 
@@ -161,6 +161,17 @@ class PostgresSink(PostgresRecord):
         with connected(self.dsn) as connection:
             return TableStatements(connection, target).matching_keys(where)
 
+    def members(
+        self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+    ) -> Sequence[tuple[int, int]]:
+        """See :meth:`.base.Sink.members`; the keys of a changelog are one if their texts are."""
+        if self.mode == "changelog":
+            places = {member: place for place, member in enumerate(members)}
+            texts = zip(*(column.to_pylist() for column in keys), strict=True)
+            return [(n, places[text]) for n, text in enumerate(texts) if text in places]
+        with connected(self.dsn) as connection:
+            return TableStatements(connection, target).members(members, keys)
+
     def _copy_rows(
         self, connection: Connection, target: Target, batches: Iterator[pa.RecordBatch], applied: str, seq: int
     ) -> int:
@@ -191,7 +202,9 @@ class PostgresSink(PostgresRecord):
                     relation = f"{self._staging_prefix}{attempt}_{number}"
                     target = targets[effect.label]
                     statements = TableStatements(connection, target)
-                    if self.mode == "mirror":
+                    if COUNT in effect.rows.column_names:
+                        statements.create_counted_staging(relation)
+                    elif self.mode == "mirror":
                         statements.create_mirror_staging(relation, effect.rows.column_names)
                     else:
                         statements.create_changelog_staging(relation, effect.rows.column_names)
@@ -269,6 +282,10 @@ class PostgresSink(PostgresRecord):
                     # TRUNCATE would show an empty table to readers that hold an older snapshot.
                     statements.delete(None)
                 if staged.relation is None:
+                    continue
+                if COUNT in staged.columns:
+                    with refusals(target):
+                        statements.apply_counted(staged)
                     continue
                 if MISSING in staged.columns:
                     missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))

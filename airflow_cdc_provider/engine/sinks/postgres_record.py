@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.errors import Fenced
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.sinks.postgres_refusals import target_conflict
 from airflow_cdc_provider.engine.sinks.postgres_tables import create_record_tables, prepare_target, record_target
 from airflow_cdc_provider.engine.visibility import Snapshot
 
@@ -160,8 +161,14 @@ class PostgresRecord:
         connection = connect(self.dsn, self._application, autocommit=False)
         try:
             with connection:
-                rows(connection, "SET LOCAL synchronous_commit = on")
+                # What of a user's constraints can wait is checked when the unit is whole.
+                rows(connection, "SET LOCAL synchronous_commit = on; SET CONSTRAINTS ALL DEFERRED")
                 yield connection
+        except psycopg2.Error as e:
+            conflict = target_conflict(e)
+            if conflict is None:
+                raise
+            raise conflict from e
         finally:
             connection.close()
 

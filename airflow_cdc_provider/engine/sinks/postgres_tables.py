@@ -7,19 +7,19 @@ the target, so that values are parsed where they are staged and in parallel.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
-import psycopg2
+import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Column
 from airflow_cdc_provider.engine.connection import Connection, condition, rows, scalar
-from airflow_cdc_provider.engine.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
-from airflow_cdc_provider.engine.errors import ForeignTable, ValueRefused
+from airflow_cdc_provider.engine.effects import COUNT, ERASED, MISSING, OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.errors import ForeignTable, TargetConflict
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
+from airflow_cdc_provider.engine.sinks.postgres_key import TargetKey
 
 _RECORD_TABLES = """
 CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (
@@ -107,7 +107,7 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
             " did not write",
             "Empty or drop the table, or give the pipeline another target schema (`sink.schema`).",
         )
-    if exists and not ours and mode == "mirror" and not _has_key(connection, table, target):
+    if exists and not ours and mode == "mirror" and target.table.key and not _has_key(connection, table, target):
         raise ForeignTable(
             f"the target table {target.schema}.{target.name} exists, but has no unique key on"
             f" ({', '.join(target.table.key)})",
@@ -120,7 +120,7 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
         definitions = [_definition(connection, column) for column in target.table.columns]
         if mode == "changelog":
             definitions += [sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in _META.items()]
-        else:
+        elif target.table.key:
             key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
             definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
         rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
@@ -146,8 +146,10 @@ def _has_key(connection: Connection, table: sql.Composable, target: Target) -> b
     """Whether a unique index, neither partial nor deferrable, stands on exactly the key's columns."""
     query = (
         "SELECT 1 FROM pg_index i WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indimmediate"
-        " AND i.indpred IS NULL AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute a"
-        " WHERE a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)) = %s::text[]"
+        " AND i.indpred IS NULL AND (SELECT array_agg(a.attname::text ORDER BY a.attname)"
+        " FROM unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)"
+        " LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum"
+        " WHERE u.position <= i.indnkeyatts) = %s::text[]"
     )
     return bool(rows(connection, query, [table.as_string(connection), sorted(target.table.key)]))
 
@@ -182,27 +184,6 @@ def _domains(connection: Connection, table: sql.Composable) -> dict[str, str]:
     return dict(rows(connection, query, [table.as_string(connection)]))
 
 
-@contextmanager
-def refusals(target: Target, columns: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Say of a value that the target refuses where it should have gone and what helps.
-
-    :param columns: names of the target's columns by those of the staging table.
-    :raises ValueRefused: in place of the server's error.
-    """
-    try:
-        yield
-    except (psycopg2.DataError, psycopg2.errors.CheckViolation, psycopg2.errors.NotNullViolation) as e:
-        named = re.search(r", column (.+?)(: |$)", e.diag.context or "")
-        column = named[1] if named else e.diag.column_name
-        where = f"column {(columns or {}).get(column, column)!r} of " if column else ""
-        raise ValueRefused(
-            f"{where}the target table {target.schema}.{target.name} cannot hold a value of {target.table.label}:"
-            f" {e.diag.message_primary}",
-            "Nothing of the unit was applied. Make the target take the value (ALTER TYPE … ADD VALUE for an enum, ALTER"
-            " TABLE … ALTER COLUMN … TYPE text for any type), then start again.",
-        ) from e
-
-
 class TableStatements:
     """What is done to one target table, in the transaction of ``connection``."""
 
@@ -217,13 +198,17 @@ class TableStatements:
     def _run(self, text: str, **parts: sql.Composable) -> list[tuple[object, ...]]:
         return rows(self._connection, sql.SQL(text).format(table=self._table, **parts))
 
-    def _matches(self, row: str, prefix: str) -> sql.Composable:
-        """``t.key = row.prefix…`` for every key column."""
-        pairs = [
-            sql.SQL("t.{} = {}").format(self._names[i], sql.SQL(f"{row}.{prefix}{n if prefix == 'o' else i}"))
-            for n, i in enumerate(self._key)
-        ]
-        return sql.SQL(" AND ").join(pairs)
+    @cached_property
+    def _target_key(self) -> TargetKey:
+        return TargetKey.of(self._connection, self._table, self._target.table.key)
+
+    def _stored(self) -> list[sql.Composable]:
+        """The key of a row ``t`` of the target."""
+        return [sql.SQL("t.{}").format(self._names[i]) for i in self._key]
+
+    def _staged_key(self) -> list[sql.Composable]:
+        """The key of a staged row ``s``."""
+        return [sql.SQL(f"s.c{i}") for i in self._key]
 
     def empty(self) -> bool:
         """Whether the target has no rows."""
@@ -236,29 +221,20 @@ class TableStatements:
             return
         if not keys:
             return
-        columns = [list(column) for column in zip(*sorted(keys), strict=True)]
-        types = self._key_types()
-        unnest = sql.SQL(", ").join(sql.SQL("{}::text[]").format(sql.Literal(column)) for column in columns)
-        names = sql.SQL(", ").join(sql.SQL(f"k{n}") for n in range(len(columns)))
-        match = sql.SQL(" AND ").join(
-            sql.SQL(f"t.{{}} = k.k{n}::{{}}").format(self._names[i], sql.SQL(kind))
-            for n, (i, kind) in enumerate(zip(self._key, types, strict=True))
-        )
-        self._run(
-            "DELETE FROM {table} t USING unnest({unnest}) AS k({names}) WHERE {match}",
-            unnest=unnest,
-            names=names,
-            match=match,
-        )
+        given, values = self._target_key.given("k", zip(*sorted(keys), strict=True))
+        match = self._target_key.equal(self._stored(), values)
+        self._run("DELETE FROM {table} t USING {given} WHERE {match}", given=given, match=match)
 
-    def _key_types(self) -> list[str]:
-        """The types of the key columns in the target, where a type that it does not know is text."""
-        query = (  # the modifier -1, as without one `character` means a length of one
-            "SELECT format_type(atttypid, -1) FROM unnest(%s::text[]) WITH ORDINALITY AS k (name, position)"
-            " JOIN pg_attribute ON attrelid = to_regclass(%s) AND attname = name ORDER BY position"
+    def members(self, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> list[tuple[int, int]]:
+        """Which keys are which members; see :meth:`.base.Sink.members`."""
+        given, ours = self._target_key.given("k", (column.to_pylist() for column in keys))
+        among, theirs = self._target_key.given("m", zip(*members, strict=True))
+        return rows(
+            self._connection,
+            sql.SQL("SELECT (k.position - 1)::int, (m.position - 1)::int FROM {} JOIN {} ON {}").format(
+                given, among, self._target_key.equal(ours, theirs)
+            ),
         )
-        names = list(self._target.table.key)
-        return [kind for (kind,) in rows(self._connection, query, [names, self._table.as_string(self._connection)])]
 
     def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: str) -> int:
         """In a changelog, say that rows are about to be read again: a truncate, or a delete of each key.
@@ -298,6 +274,12 @@ class TableStatements:
         if MISSING in columns:
             fields.append(sql.SQL(f"NULL::int[] AS {MISSING}"))
             fields += [sql.SQL(f"{{}} AS o{n}").format(staged[i]) for n, i in enumerate(self._key)]
+        self._create_staging(relation, fields)
+
+    def create_counted_staging(self, relation: str) -> None:
+        """Create a staging table for the rows of a mirror without a key, see :class:`.effects.Effect`."""
+        fields: list[sql.Composable] = [sql.SQL(f"NULL::bigint AS {COUNT}")]
+        fields += [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(self._staged())]
         self._create_staging(relation, fields)
 
     def create_changelog_staging(self, relation: str, columns: Sequence[str]) -> None:
@@ -352,35 +334,108 @@ class TableStatements:
             " WHERE s.missing IS NOT NULL AND {origin}",
             stage=stage,
             assignments=assignments,
-            origin=self._matches("s", "o"),
+            origin=self._target_key.same(self._stored(), [sql.SQL(f"s.o{n}") for n in range(len(self._key))]),
         )
         key = sql.SQL(", ").join(sql.SQL(f"format('%s', c{i})") for i in self._key)
         unfilled = self._run("SELECT {key} FROM {stage} WHERE missing IS NOT NULL", key=key, stage=stage)
         return {tuple(str(value) for value in found) for found in unfilled}
 
     def apply_mirror(self, staged: Staged) -> None:
-        """Delete the keys that are gone, then upsert the rows."""
+        """Delete the keys that are gone, then upsert the rows.
+
+        :raises TargetConflict: when the target takes two keys of the source for one.
+        """
         assert staged.relation is not None
         stage = sql.Identifier("airflow_cdc", staged.relation)
-        self._run(
-            "DELETE FROM {table} t USING {stage} s WHERE s.erased AND {match}",
-            stage=stage,
-            match=self._matches("s", "c"),
-        )
         others = [i for i in range(len(self._names)) if i not in self._key]
+        written = sql.SQL("NOT s.erased" + (" AND s.missing IS NULL" if MISSING in staged.columns else ""))
+        anew = self._has_identity_always(others)
+        self._run(
+            "DELETE FROM {table} t USING {stage} s WHERE {gone} AND {match}",
+            stage=stage,
+            gone=sql.SQL("(s.erased OR {})").format(written) if anew else sql.SQL("s.erased"),
+            match=self._target_key.same(self._stored(), self._staged_key()),
+        )
+        self._refuse_merging(stage, written)
         update: sql.Composable = sql.SQL("NOTHING")
-        if others:
+        if others and not anew:
             pairs = [sql.SQL("{0} = excluded.{0}").format(self._names[i]) for i in others]
             update = sql.SQL("UPDATE SET {}").format(sql.SQL(", ").join(pairs))
         self._run(
-            "INSERT INTO {table} ({names}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM {stage} s WHERE NOT erased"
-            + (" AND missing IS NULL" if MISSING in staged.columns else "")
-            + " ON CONFLICT ({key}) DO {update}",
+            "INSERT INTO {table} ({names}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM {stage} s WHERE {written}"
+            " ON CONFLICT ({key}) DO {update}",
             names=sql.SQL(", ").join(self._names),
-            columns=sql.SQL(", ").join(sql.SQL(f"c{i}") for i in range(len(self._names))),
+            columns=sql.SQL(", ").join(sql.SQL(f"s.c{i}") for i in range(len(self._names))),
             stage=stage,
+            written=written,
             key=sql.SQL(", ").join(self._names[i] for i in self._key),
             update=update,
+        )
+
+    def _has_identity_always(self, columns: Sequence[int]) -> bool:
+        """Whether any of some columns is one that no UPDATE may set, so that rows have to be inserted anew."""
+        query = (
+            "SELECT 1 FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attidentity = 'a'"
+            " AND attname = ANY (%s::text[])"
+        )
+        names = [self._target.table.columns[i].name for i in columns]
+        return bool(rows(self._connection, query, [self._table.as_string(self._connection), names]))
+
+    def _refuse_merging(self, stage: sql.Composable, written: sql.Composable) -> None:
+        """Refuse to write over another row: all old spellings of the keys have been deleted by now."""
+        differ = self._target_key.differ(self._stored(), self._staged_key())
+        if differ is None:
+            return
+        found = self._run(
+            "SELECT ROW({ours})::text, ROW({theirs})::text FROM {table} t JOIN {stage} s ON {equal}"
+            " WHERE {written} AND {differ} LIMIT 1",
+            ours=sql.SQL(", ").join(self._stored()),
+            theirs=sql.SQL(", ").join(self._staged_key()),
+            stage=stage,
+            equal=self._target_key.equal(self._stored(), self._staged_key()),
+            written=written,
+            differ=differ,
+        )
+        if found:
+            raise TargetConflict(
+                f"the key of the target table {self._target.schema}.{self._target.name} takes {found[0][0]} and"
+                f" {found[0][1]} for one, which are two rows of {self._target.table.label}",
+                "Give the target's key the types and collations by which the source's unique index compares.",
+            )
+
+    def apply_counted(self, staged: Staged) -> None:
+        """Delete and insert as many copies of rows as are staged.
+
+        :raises TargetConflict: when the target lacks rows that are to be deleted.
+        """
+        assert staged.relation is not None
+        stage = sql.Identifier("airflow_cdc", staged.relation)
+        columns = sql.SQL(", ").join(sql.SQL(f"s.c{i}") for i in range(len(self._names)))
+        ((expected, deleted),) = self._run(
+            "WITH matched AS ("
+            "  SELECT t.tableoid, t.ctid, s.count, row_number() OVER (PARTITION BY s.ctid) AS copy"
+            "  FROM {table} t JOIN {stage} s ON ROW({ours})::text = ROW({theirs})::text WHERE s.count < 0"
+            "), gone AS ("
+            "  DELETE FROM {table} t USING matched m"
+            "  WHERE t.ctid = m.ctid AND t.tableoid = m.tableoid AND m.copy <= -m.count RETURNING 1"
+            ") SELECT (SELECT -coalesce(sum(count), 0) FROM {stage} WHERE count < 0), (SELECT count(*) FROM gone)",
+            stage=stage,
+            ours=sql.SQL(", ").join(sql.SQL("t.{}").format(name) for name in self._names),
+            theirs=columns,
+        )
+        if expected != deleted:
+            label = self._target.table.label
+            raise TargetConflict(
+                f"of {expected} rows that {label} has lost, the target table {self._target.schema}.{self._target.name}"
+                f" holds {deleted}: something else has changed it",
+                f"Run `airflow-cdc resnapshot --table {label}`, which reads the table again, then start again.",
+            )
+        self._run(
+            "INSERT INTO {table} ({names}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM {stage} s,"
+            " generate_series(1, s.count) WHERE s.count > 0",
+            names=sql.SQL(", ").join(self._names),
+            columns=columns,
+            stage=stage,
         )
 
     def apply_changelog(self, staged: Staged) -> None:
