@@ -175,11 +175,11 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent)
         return {"snapshot": None, "stream": None}
     provisioned = provision(pipeline, takeover)
     epoch = int(provisioned["epoch"])
-    copied = snapshot(pipeline, epoch=epoch, report=report)
+    copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
     record = existing_record(pipeline)
     if record.unfinished:  # asked to stop
         return {"snapshot": copied, "stream": None}
-    streamed = stream(pipeline, until="caught-up", epoch=epoch, report=report)
+    streamed = stream(pipeline, until="caught-up", epoch=epoch, takeover=takeover, report=report)
     if pipeline.snapshot.mode == "only" and streamed["caught_up"]:
         with connected(pipeline.source.dsn) as source:
             provisioning.remove_slot(source, pipeline, record, State(pipeline.state))

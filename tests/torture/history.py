@@ -1,0 +1,222 @@
+"""What happened: the source's transactions in commit order, the pipeline's reads, and what observers saw.
+
+Plain data, so that the checks can be run over a history that has been tampered with.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from airflow_cdc_provider.engine.chunks import Chunk
+from tests.torture.schema import SPACE, Table
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row change, or a truncate, as a trigger saw it."""
+
+    table: str
+    op: str
+    old_key: str | None
+    new_key: str | None
+    old_n: int | None
+    new_n: int | None
+    version: int | None
+    digest: int | None
+
+
+@dataclass(frozen=True)
+class Transaction:
+    """A committed transaction.
+
+    :param commit: LSN of its commit record, by which changelogs name it.
+    :param end: LSN after it, by which positions are counted.
+    """
+
+    xid: int
+    commit: int
+    end: int
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A chunk or re-read that the sink has committed.
+
+    :param applied: the sink's applied LSN at that moment.
+    :param numbers: row numbers whose keys it covers; ``None`` for all.
+    :param keys: texts of the keys it covers, for a re-read by key.
+    """
+
+    table: str
+    applied: int
+    rows: int
+    snapshot: str
+    numbers: frozenset[int] | None = None
+    keys: frozenset[str] | None = None
+
+    def covers(self, key: str | None, n: int | None) -> bool:
+        if self.keys is not None:
+            return key in self.keys
+        return self.numbers is None or n in self.numbers
+
+    def sees(self, xid: int) -> bool:
+        """Whether the read's MVCC snapshot sees a transaction."""
+        xmin, xmax, running = self.snapshot.split(":")
+        if xid >= int(xmax):
+            return False
+        return xid < int(xmin) or str(xid) not in running.split(",")
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a reader of the target saw in one snapshot.
+
+    :param applied: the applied LSN that it saw there.
+    :param consistent: whether the record there said that the mirror is a state of the source.
+    :param tables: for each table of a mirror the number of its rows and the sum of their digests; of a changelog the
+        number of changes.
+    :param total: the sum over all accounts; ``None`` for a changelog.
+    """
+
+    applied: int
+    consistent: bool
+    tables: Mapping[str, tuple[int, int]]
+    total: int | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A change in a changelog table."""
+
+    table: str
+    xid: int
+    commit: int
+    seq: int
+    op: str
+    key: str | None
+
+
+@dataclass
+class History:
+    """All of it."""
+
+    transactions: list[Transaction] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    sights: list[Sight] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    snapshot_rows: dict[str, int] = field(default_factory=dict)
+
+
+class Truth:
+    """The order of commits, from a slot of our own on the audit trail."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._commits: dict[int, tuple[int, int]] = {}
+
+    def advance(self) -> None:
+        """Take note of what has been committed by now."""
+        query = (
+            "SELECT data FROM pg_logical_slot_get_binary_changes('torture_truth', NULL, NULL,"
+            " 'proto_version', '1', 'publication_names', 'torture_truth')"
+        )
+        xid = 0
+        with psycopg.connect(self._dsn, autocommit=True, connect_timeout=10) as connection:
+            for (data,) in connection.execute(query):
+                if data[:1] == b"B":
+                    (xid,) = struct.unpack_from(">I", data, 17)
+                elif data[:1] == b"C":
+                    commit, end = struct.unpack_from(">qq", data, 2)
+                    self._commits[commit] = (xid, end)
+
+    def transactions(self) -> list[Transaction]:
+        """All transactions in commit order, with their changes."""
+        self.advance()
+        changes: dict[int, list[Change]] = {}
+        full: dict[int, int] = {}
+        query = (
+            "SELECT xid::text::bigint, source_table, op, old_key, new_key, old_n, new_n, version, digest"
+            " FROM torture.audit ORDER BY seq"
+        )
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            for xid, *values in connection.execute(query):
+                changes.setdefault(xid, []).append(Change(*values))
+                full[xid & 0xFFFFFFFF] = xid
+        ordered = sorted(self._commits.items())
+        assert {full.get(xid) for _, (xid, _) in ordered} == set(changes), "the audit trail and its slot disagree"
+        return [Transaction(full[xid], commit, end, tuple(changes[full[xid]])) for commit, (xid, end) in ordered]
+
+
+# The pipeline's own entries about reads come and go; this keeps them all.
+TARGET_SETUP = (
+    "CREATE SCHEMA torture",
+    """
+CREATE TABLE torture.readings (
+    n bigserial PRIMARY KEY, source_table text, definition jsonb, keys jsonb, snapshot text, rows bigint,
+    applied pg_lsn
+)""",
+    """
+CREATE FUNCTION torture.reading() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO torture.readings (source_table, definition, keys, snapshot, rows, applied)
+    SELECT NEW.source_table, NEW.definition, NEW.keys, NEW.snapshot, NEW.row_count, applied_lsn
+    FROM airflow_cdc.pipelines WHERE pipeline = NEW.pipeline;
+    RETURN NULL;
+END $$""",
+    """
+CREATE FUNCTION torture.watch() RETURNS event_trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands() WHERE object_identity = 'airflow_cdc.chunks') THEN
+        CREATE TRIGGER torture AFTER INSERT OR UPDATE ON airflow_cdc.chunks FOR EACH ROW
+            WHEN (NEW.snapshot IS NOT NULL) EXECUTE FUNCTION torture.reading();
+    END IF;
+END $$""",
+    "CREATE EVENT TRIGGER torture ON ddl_command_end WHEN TAG IN ('CREATE TABLE') EXECUTE FUNCTION torture.watch()",
+)
+
+
+def readings(source: str, target: str, tables: list[Table]) -> list[Reading]:
+    """The pipeline's reads, with the rows that each covers: the source is asked, as only it can compare keys."""
+    by_label = {table.label: table for table in tables}
+    query = (
+        "SELECT source_table, definition, keys, snapshot, rows, (applied - '0/0')::bigint"
+        " FROM torture.readings ORDER BY n"
+    )
+    found = []
+    with (
+        psycopg.connect(source, autocommit=True) as at_source,
+        psycopg.connect(target, autocommit=True) as at_target,
+    ):
+        for label, definition, keys, snapshot, rows, applied in at_target.execute(query):
+            numbers = None
+            chunk = Chunk.from_dict(definition if isinstance(definition, dict) else json.loads(definition))
+            if keys is None and (chunk.lower is not None or chunk.upper is not None):
+                numbers = _numbers(at_source, by_label[label], chunk)
+            texts = None if keys is None else frozenset("/".join(key) for key in keys)
+            found.append(Reading(label, applied, rows, snapshot, numbers, texts))
+    return found
+
+
+def _numbers(source: psycopg.Connection[Any], table: Table, chunk: Chunk) -> frozenset[int]:
+    """The row numbers whose keys lie in a chunk."""
+    key, kinds = table.key, [kind for _, kind in table.key.columns]
+    conditions = []
+    for operator, bound in ((">=", chunk.lower), ("<", chunk.upper)):
+        if bound is not None:
+            values = ", ".join(f"{sql.quote(text)}::{kind}" for text, kind in zip(bound, kinds, strict=True))
+            conditions.append(f"({', '.join(key.names)}) {operator} ({values})")
+    columns = ", ".join(
+        f"({value.format(n='n')})::{kind} AS {name}"
+        for value, kind, name in zip(key.values, kinds, key.names, strict=True)
+    )
+    numbers = f"SELECT n, {columns} FROM generate_series(0, {3 * SPACE}) n"
+    query = f"SELECT n FROM ({numbers}) k WHERE {' AND '.join(conditions)}"
+    return frozenset(n for (n,) in source.execute(query.encode()))

@@ -1,0 +1,260 @@
+"""The nemesis: what breaks processes, servers, connections and files, step by step as the seed says."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import psycopg
+
+import airflow_cdc_provider
+from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.engine.state import State, read_heartbeats
+from tests.pipelines import PipelineUnderTest
+from tests.torture.driver import Driver
+from tests.torture.observer import Observer
+from tests.torture.schema import SPACE, Table
+
+_PATIENCE = 20.0
+"""Seconds that a step waits for progress at most: a pipeline that makes none may need the next step."""
+# Those that a pipeline passes by itself, again and again.
+_FAILPOINTS = r'failpoint\("((?:before|after|in)-(?:chunk|batch|spark|epoch|acknowledgement|ledger)[a-z-]*)"\)'
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the schedule.
+
+    :param marks: how often the pipeline must be seen to have got on before.
+    :param delay: seconds to wait then.
+    :param seconds: how long what is stopped stays stopped.
+    :param pick: chooses among the things that the action can concern.
+    """
+
+    action: str
+    marks: int
+    delay: float
+    seconds: float
+    pick: int
+
+
+ACTIONS = {
+    "kill everything": 10,
+    "kill the driver": 6,
+    "kill the JVM": 6,
+    "kill the Python workers": 8,
+    "kill the reader of the slot": 8,
+    "stop the job": 4,
+    "restart the source": 4,
+    "stop the source immediately": 6,
+    "kill the source": 3,
+    "restart the target": 4,
+    "stop the target immediately": 6,
+    "kill the target": 3,
+    "halt the driver": 3,
+    "halt the reader of the slot": 3,
+    "halt the walsender": 5,
+    "halt the source": 3,
+    "halt the target": 3,
+    "cut connections to the source": 8,
+    "cut connections to the target": 8,
+    "start a second driver": 5,
+    "take over": 6,
+    "delete the checkpoint": 4,
+    "delete the state": 4,
+    "read a table again": 10,
+    "read rows again": 6,
+    "arm a failpoint": 12,
+}
+
+
+def schedule(seed: int) -> Iterator[Step]:
+    """The steps of a seed, without an end."""
+    chance = random.Random(f"{seed}/nemesis")
+    while True:
+        yield Step(
+            chance.choices(list(ACTIONS), list(ACTIONS.values()))[0],
+            chance.choice((0, 0, 1, 1, 2, 5)),
+            round(chance.uniform(0.0, 3.0), 1),
+            round(chance.choice((0.5, 3.0, 7.0)), 1),
+            chance.randrange(1 << 30),
+        )
+
+
+class Nemesis(threading.Thread):
+    """Carries out the schedule, until stopped.
+
+    :param say: told of each step.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[Step],
+        source: PostgresServer,
+        target: PostgresServer,
+        pipeline: PipelineUnderTest,
+        driver: Driver,
+        observer: Observer,
+        tables: list[Table],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="nemesis", daemon=True)
+        self._steps = steps
+        self._servers = {"source": source, "target": target}
+        self._pipeline, self._driver, self._observer = pipeline, driver, observer
+        self._tables = tables
+        self._say = say
+        self._halt = threading.Event()
+        self.done = Counter[str]()
+        self.wrong: list[str] = []
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            for step in self._steps:
+                self._await(step)
+                if self._halt.is_set():
+                    return
+                self._say(f"nemesis: {step.action} ({step.marks} marks, {step.delay:g} s, {step.seconds:g} s)")
+                self._act(step)
+                self.done[step.action] += 1
+        except Exception as e:
+            self.failure = e
+
+    def stop(self) -> None:
+        """End after the step at hand; raise what has ended it before."""
+        self._halt.set()
+        self.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _await(self, step: Step) -> None:
+        wanted = self._observer.progress + step.marks
+        patience = int(_PATIENCE / 0.2)
+        while self._observer.progress < wanted and patience and not self._halt.wait(0.2):
+            patience -= 1
+        self._halt.wait(step.delay)
+
+    def _act(self, step: Step) -> None:
+        verb, _, rest = step.action.partition(" ")
+        server = self._servers.get(rest.split(" ")[1] if " " in rest else "")
+        if step.action == "kill everything":
+            self._driver.kill()
+        elif server is not None and verb in ("restart", "stop", "kill"):
+            self._break(server, verb)
+        elif server is not None and verb == "halt":
+            with _halted(_family(server)):
+                self._halt.wait(step.seconds)
+        elif step.action == "halt the walsender":
+            with _halted(self._walsenders()):
+                self._halt.wait(step.seconds)
+        elif verb == "halt":
+            with _halted(self._driver.processes("driver" if rest == "the driver" else "reader")):
+                self._halt.wait(step.seconds)
+        elif verb == "cut":
+            self._cut(self._pipeline.databases.source if "source" in rest else self._pipeline.databases.target, step)
+        elif step.action == "stop the job":
+            self._pipeline.start("stop").wait()
+        elif verb == "kill":
+            self._kill({"the driver": "driver", "the JVM": "jvm", "the Python workers": "worker"}.get(rest, "reader"))
+        elif step.action == "start a second driver":
+            self._second()
+        elif step.action == "take over":
+            self._driver.take_over()
+        elif verb == "delete":
+            self._forget(self._pipeline.state / "checkpoint" if "checkpoint" in rest else self._pipeline.state)
+        elif verb == "read":
+            self._reread(step, "rows" in rest)
+        else:
+            self._driver.failpoint = self._failpoint(step)
+            self._driver.kill()
+
+    def _kill(self, part: str) -> None:
+        processes = self._driver.processes(part)
+        if processes:
+            self._driver.expect_kill()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    @staticmethod
+    def _break(server: PostgresServer, verb: str) -> None:
+        if verb == "kill":
+            server.kill()
+        else:
+            server.stop("fast" if verb == "restart" else "immediate")
+        server.start()
+
+    def _walsenders(self) -> list[psutil.Process]:
+        with psycopg.connect(self._servers["source"].dsn(), autocommit=True) as connection:
+            found = connection.execute("SELECT pid FROM pg_stat_replication").fetchall()
+        return [psutil.Process(pid) for (pid,) in found if psutil.pid_exists(pid)]
+
+    def _cut(self, dsn: str, step: Step) -> None:
+        """End one or all of the pipeline's sessions."""
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            query = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'airflow-cdc%' ORDER BY backend_start"
+            found = [pid for (pid,) in connection.execute(query)]
+            chosen = found if step.pick % 3 == 0 else found[step.pick % len(found) :][:1] if found else []
+            for pid in chosen:
+                connection.execute("SELECT pg_terminate_backend(%s)", [pid])
+
+    def _second(self) -> None:
+        """A second driver beside a living one must be refused."""
+        first, ends = self._driver.command, sum(self._driver.ends.values())
+        beats = read_heartbeats(State(self._pipeline.pipeline.state))
+        alive = first is not None and any(beat.alive and beat.owner.pid == first.process.pid for beat in beats)
+        self._driver.expect_rival()
+        outcome = self._pipeline.start("run", "--json").wait()
+        if outcome.code == 0 and alive and sum(self._driver.ends.values()) == ends:
+            self.wrong.append(f"a second driver ran beside the first:\n{outcome.stdout}\n{outcome.stderr[-2000:]}")
+
+    def _forget(self, path: Path) -> None:
+        self._driver.kill()
+        shutil.rmtree(path, ignore_errors=True)
+
+    def _reread(self, step: Step, rows: bool) -> None:
+        table = self._tables[step.pick % len(self._tables)]
+        low = step.pick % SPACE
+        where = ("--where", f"n BETWEEN {low} AND {low + 50}") if rows else ()
+        self._driver.expect_rival()
+        # Refused while the snapshot is not finished, or done by the command itself where no stream lives.
+        self._pipeline.start("resnapshot", "--table", table.label, *where).wait()
+
+    @staticmethod
+    def _failpoint(step: Step) -> str:
+        sources = Path(airflow_cdc_provider.__file__).parent.rglob("*.py")
+        names = sorted({name for path in sources for name in re.findall(_FAILPOINTS, path.read_text())})
+        action = ("kill", "kill", "error")[step.pick % 3]
+        return f"{names[step.pick % len(names)]}:{action}:{1 + step.pick % 4}"
+
+
+def _family(server: PostgresServer) -> list[psutil.Process]:
+    """All processes of a server, the first first: it must not start others, or see them stop."""
+    (pid,) = [int((server.data_directory / "postmaster.pid").read_text().splitlines()[0])]
+    postmaster = psutil.Process(pid)
+    return [postmaster, *postmaster.children(recursive=True)]
+
+
+@contextmanager
+def _halted(processes: list[psutil.Process]) -> Iterator[None]:
+    """Stop processes for the time of the block."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)

@@ -1,0 +1,129 @@
+"""A reader of the target, and of the slot, who looks all the time and notes what is wrong at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import psycopg
+
+from airflow_cdc_provider.engine.lsn import parse_lsn
+from tests.torture.checks import Versions, acknowledged_early
+from tests.torture.history import Sight
+from tests.torture.schema import Table, digest
+
+_SECONDS = 0.25
+_OPTIONS = "-c TimeZone=UTC -c statement_timeout=60s"
+
+_RECORD = """
+SELECT p.applied_lsn::text,
+       NOT EXISTS (SELECT FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline AND c.snapshot IS NULL)
+       AND p.applied_lsn >= ALL (SELECT c.high_lsn FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline),
+       (SELECT count(*) FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline AND c.snapshot IS NOT NULL)
+FROM airflow_cdc.pipelines p WHERE p.pipeline = %s
+"""
+
+
+class Observer(threading.Thread):
+    """Looks a few times a second, until stopped.
+
+    :param slot: name of the slot and, by default, the pipeline.
+    """
+
+    def __init__(self, source: str, target: str, pipeline: str, slot: str, mode: str, tables: list[Table]) -> None:
+        super().__init__(name="observer", daemon=True)
+        self._dsns = source, target
+        self._pipeline, self._slot, self._mode, self._tables = pipeline, slot, mode, tables
+        self._halt = threading.Event()
+        self._at_source: psycopg.Connection[Any] | None = None
+        self._at_target: psycopg.Connection[Any] | None = None
+        self._versions = Versions()
+        self.sights: list[Sight] = []
+        self.wrong: list[str] = []
+        self.looks = 0
+        self.progress = 0
+        """How often applied LSN or number of finished chunks were seen to have changed."""
+        self.failure: Exception | None = None
+        self._last: tuple[object, ...] = ()
+
+    def run(self) -> None:
+        while not self._halt.wait(_SECONDS):
+            try:
+                self._look()
+            except psycopg.OperationalError:
+                self._disconnect()
+            except Exception as e:
+                self.failure = e
+                return
+        self._disconnect()
+
+    def stop(self) -> None:
+        """Look no more; raise what has ended it before."""
+        self._halt.set()
+        self.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _disconnect(self) -> None:
+        for connection in (self._at_source, self._at_target):
+            if connection is not None:
+                connection.close()
+        self._at_source = self._at_target = None
+
+    def _look(self) -> None:
+        slot = self._acknowledged()
+        if self._at_target is None:
+            self._at_target = psycopg.connect(
+                self._dsns[1], autocommit=True, options=_OPTIONS, connect_timeout=5, application_name="observer"
+            )
+        connection = self._at_target
+        connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        try:
+            sight = self._sight(connection, slot)
+        finally:
+            connection.execute("ROLLBACK")
+        if sight is not None and (not self.sights or sight != self.sights[-1]):
+            self.sights.append(sight)
+
+    def _acknowledged(self) -> int | None:
+        """The slot's position; ``None`` where there is no slot, or its server cannot be asked."""
+        query = "SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s"
+        try:
+            if self._at_source is None:
+                self._at_source = psycopg.connect(
+                    self._dsns[0], autocommit=True, options=_OPTIONS, connect_timeout=5, application_name="observer"
+                )
+            found = self._at_source.execute(query, [self._slot]).fetchone()
+        except psycopg.OperationalError:
+            self._at_source = None
+            return None
+        return parse_lsn(found[0]) if found and found[0] else None
+
+    def _sight(self, connection: psycopg.Connection[Any], slot: int | None) -> Sight | None:
+        if connection.execute("SELECT to_regclass('airflow_cdc.pipelines')").fetchone() == (None,):
+            return None
+        found = connection.execute(_RECORD, [self._pipeline]).fetchone()
+        if found is None:
+            return None
+        applied, consistent, finished = parse_lsn(found[0]), bool(found[1]), found[2]
+        self.looks += 1
+        if (applied, finished) != self._last:
+            self._last = (applied, finished)
+            self.progress += 1
+        if slot is not None:
+            self.wrong += acknowledged_early(slot, applied)
+        tables, total = {}, None
+        for table in self._tables:
+            if self._mode == "changelog":
+                query = f"SELECT count(*) FROM {table.label} WHERE _xid IS NOT NULL"
+                tables[table.label] = (connection.execute(query.encode()).fetchall()[0][0], 0)
+                continue
+            query = f"SELECT n, version, {digest('t')} FROM {table.label} t"
+            rows = connection.execute(query.encode()).fetchall()
+            tables[table.label] = (len(rows), sum(row[2] for row in rows))
+            self.wrong += self._versions.see(table.label, {n: version for n, version, _ in rows})
+        if self._mode == "mirror":
+            accounts = [f"SELECT sum(balance) FROM {t.label}" for t in self._tables if t.kind == "account"]
+            query = f"SELECT sum(s)::bigint FROM ({' UNION ALL '.join(accounts)}) a (s)"
+            total = connection.execute(query.encode()).fetchall()[0][0]
+        return Sight(applied, consistent, tables, total)

@@ -1,0 +1,229 @@
+"""One run: servers of its own, writers, a pipeline, its nemesis, and in the end the checks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from tests.conftest import Databases, create_database
+from tests.pipelines import PipelineUnderTest, execute, query_rows
+from tests.torture.checks import violations
+from tests.torture.driver import Driver
+from tests.torture.history import TARGET_SETUP, Entry, History, Truth, readings
+from tests.torture.nemesis import Nemesis, schedule
+from tests.torture.observer import Observer
+from tests.torture.schema import LANES, OPENING_BALANCE, SETUP, TOTAL_ACCOUNTS, Table, tables
+from tests.torture.writers import Writer
+
+_SERVER = {"fsync": "off", "wal_sender_timeout": "4s", "max_connections": "60", "TimeZone": "UTC"}
+_CATCH_UP_SECONDS = 300.0
+_SHOWN = 3
+
+
+@dataclass
+class Report:
+    """What came out of a run."""
+
+    seed: int
+    mode: str
+    counts: dict[str, Any] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+def mode_of(seed: int) -> str:
+    """Every third seed, about, tortures a changelog."""
+    return random.Random(f"{seed}/mode").choice(("mirror", "mirror", "changelog"))
+
+
+def torture(seed: int, seconds: float, mode: str, directory: Path, say: Callable[[str], None]) -> Report:
+    """Torture a pipeline.
+
+    :param seconds: how long writers and nemesis are at work; the pipeline then gets what time it needs to catch up.
+    :param directory: new and open to all users; servers, logs, pipeline file and state stay in it.
+    :param say: told of what happens, as it happens.
+    """
+    report, began = Report(seed, mode), time.monotonic()
+
+    def note(text: str) -> None:
+        say(f"{time.monotonic() - began:7.1f}  {text}")
+
+    made = tables(seed)
+    for table in made:
+        note(
+            f"{table.name}: {table.kind}, key {', '.join(table.key.names)}, identity {table.identity}, {table.columns}"
+        )
+    with _servers(directory) as (source, target):
+        databases = Databases(source.dsn("torture"), target.dsn("torture"))
+        for server in (source, target):
+            create_database(server, "torture")
+        execute(databases.source, *SETUP, *(s for table in made for s in table.create()))
+        execute(databases.target, *TARGET_SETUP)
+        _Ordeal(report, seed, mode, made, source, target, databases, directory / "pipeline", note).undergo(seconds)
+    report.counts["seconds"] = round(time.monotonic() - began)
+    return report
+
+
+@contextmanager
+def _servers(directory: Path) -> Iterator[tuple[PostgresServer, PostgresServer]]:
+    """Source and target, stopped at the end, their logs kept."""
+    with ExitStack() as stack:
+        made = []
+        for name in ("source", "target"):
+            server = PostgresServer.create(directory / name, settings=_SERVER)
+            stack.callback(server.stop, "immediate")
+            server.start()
+            made.append(server)
+        yield made[0], made[1]
+
+
+class _Ordeal:
+    def __init__(
+        self,
+        report: Report,
+        seed: int,
+        mode: str,
+        made: list[Table],
+        source: PostgresServer,
+        target: PostgresServer,
+        databases: Databases,
+        directory: Path,
+        note: Callable[[str], None],
+    ) -> None:
+        chance = random.Random(f"{seed}/pipeline")
+        directory.mkdir()
+        self._report, self._mode, self._tables, self._note = report, mode, made, note
+        self._source, self._target = source, target
+        self._pipeline = PipelineUnderTest(
+            directory,
+            databases,
+            [table.label for table in made],
+            sink={"mode": mode},
+            snapshot={"chunk_rows": chance.choice((40, 150, 1000)), "parallelism": chance.choice((1, 2, 3))},
+            stream={"max_batch_bytes": chance.choice(("256KiB", "1MiB", "16MiB"))},
+        )
+        name = self._pipeline.name
+        slot = self._pipeline.pipeline.source.slot
+        self._truth = Truth(databases.source)
+        self._observer = Observer(databases.source, databases.target, name, slot, mode, made)
+        self._driver = Driver(self._pipeline, note)
+        self._nemesis = Nemesis(
+            schedule(seed), source, target, self._pipeline, self._driver, self._observer, made, note
+        )
+        pace = chance.choice((0.01, 0.05, 0.2))
+        self._writers = [Writer(databases.source, seed, lane, made, pace) for lane in range(LANES)]
+
+    def undergo(self, seconds: float) -> None:
+        try:
+            for thread in (*self._writers, self._observer, self._driver, self._nemesis):
+                thread.start()
+            self._wait(seconds)
+            self._nemesis.stop()
+            for writer in self._writers:
+                writer.stop()
+            self._note("writers and nemesis have stopped")
+            self._catch_up()
+            self._check()
+        finally:
+            self._driver.stop()
+            self._pipeline.end_commands()
+        self._count()
+
+    def _wait(self, seconds: float) -> None:
+        """Let them work, until time is over or one of them has found something wrong."""
+        threads = (*self._writers, self._observer, self._driver, self._nemesis)
+
+        def over() -> bool:
+            return bool(self._wrong()) or not all(thread.is_alive() for thread in threads)
+
+        await_condition(over, seconds, interval=0.5)
+
+    def _wrong(self) -> list[str]:
+        return self._observer.wrong + self._driver.wrong + self._nemesis.wrong
+
+    def _catch_up(self) -> None:
+        """Wait until everything is applied and acknowledged, then stop the job."""
+        marker = self._pipeline.marker()
+
+        def caught_up() -> bool:
+            with_record = query_rows(self._pipeline.databases.target, "SELECT to_regclass('airflow_cdc.pipelines')")
+            if self._wrong() or with_record == [(None,)]:
+                return bool(self._wrong())
+            record = self._pipeline.record
+            return record.consistent and record.applied >= marker
+
+        if not await_condition(caught_up, _CATCH_UP_SECONDS, interval=0.5):
+            self._report.wrong.append(f"the pipeline did not catch up within {_CATCH_UP_SECONDS:g} seconds")
+        self._note("caught up")
+        self._driver.stop()
+        if self._driver.command is not None and self._driver.command.running:
+            self._driver.command.terminate()
+            self._driver.command.wait()
+        self._observer.stop()
+
+    def _check(self) -> None:
+        wrong = self._report.wrong
+        self._note("checks")
+        wrong += self._wrong()
+        if wrong:
+            return
+        if self._mode == "mirror":
+            wrong += [text for table in self._tables for text in self._differences(table)]
+        verified = self._pipeline.start("verify", "--json").wait()
+        if verified.code != 0:
+            wrong.append(f"verify says {verified.stdout[-2000:]}{verified.stderr[-2000:]}")
+        wrong += violations(self._history(), self._mode, 2 * TOTAL_ACCOUNTS * OPENING_BALANCE)
+
+    def _differences(self, table: Table) -> list[str]:
+        """Source and target, row by row and value by value."""
+        query = f"SELECT {table.key.text()}, t::text FROM {table.label} t".encode()
+        found = []
+        for dsn in (self._pipeline.databases.source, self._pipeline.databases.target):
+            with psycopg.connect(dsn, options="-c TimeZone=UTC") as connection:
+                found.append(dict(connection.execute(query).fetchall()))
+        at_source, at_target = found
+        keys = [k for k in at_source.keys() | at_target.keys() if at_source.get(k) != at_target.get(k)]
+        return [
+            f"{table.label} {key}: {str(at_source.get(key))[:300]} at the source, {str(at_target.get(key))[:300]}"
+            f" at the target ({len(keys)} rows differ)"
+            for key in keys[:_SHOWN]
+        ]
+
+    def _history(self) -> History:
+        databases = self._pipeline.databases
+        history = History(
+            self._truth.transactions(),
+            readings(databases.source, databases.target, self._tables),
+            self._observer.sights,
+        )
+        if self._mode == "changelog":
+            for table in self._tables:
+                query = (
+                    f"SELECT _xid, (_commit_lsn - '0/0')::bigint, _seq, _op::text, {table.key.text()}"
+                    f" FROM {table.label} WHERE _xid IS NOT NULL"
+                )
+                history.entries += [Entry(table.label, *row) for row in query_rows(databases.target, query)]
+                ((count,),) = query_rows(databases.target, f"SELECT count(*) FROM {table.label} WHERE _op = 'r'")
+                history.snapshot_rows[table.label] = count
+        self._report.counts |= {
+            "transactions": len(history.transactions),
+            "changes": sum(len(t.changes) for t in history.transactions),
+            "reads committed": len(history.readings),
+        }
+        return history
+
+    def _count(self) -> None:
+        self._report.counts |= {
+            "looks at the target": self._observer.looks,
+            "different consistent states seen": sum(s.consistent for s in self._observer.sights),
+            "starts of the pipeline": self._driver.starts,
+            "how jobs ended": dict(self._driver.ends),
+            "steps of the nemesis": sum(self._nemesis.done.values()),
+        }
