@@ -132,6 +132,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.spark
+@pytest.mark.timeout(600)
 def test_a_run_shows_no_password(
     server: PostgresServer, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +165,7 @@ def test_a_run_shows_no_password(
 
     with CommandLines() as processes:
         command = pipeline.start("run", failpoint="batch-committed:pause")
-        command.until(lambda: command.paused() == 1, "a committed batch")
+        command.until(lambda: command.paused() == 1, "a committed batch", 2 * SECONDS)
         assert await_condition(lambda: answers(port), SECONDS)
         for page, text in web_ui(port):
             assert_clean(page, text)
