@@ -138,6 +138,27 @@ def test_all_blocks_of_the_documentation_are_tested() -> None:
     assert set(documented()) == {SOURCE_ROLE, READING, SINK_ROLE, *SOURCES, *SINKS}
 
 
+NEEDLESS = (
+    "REVOKE EXECUTE ON FUNCTION pg_create_logical_replication_slot, pg_drop_replication_slot FROM PUBLIC",
+    "REVOKE EXECUTE ON FUNCTION pg_logical_emit_message(boolean, text, text) FROM PUBLIC",
+    "REVOKE CREATE ON SCHEMA public FROM PUBLIC",
+    "REVOKE TEMPORARY ON DATABASE dw FROM PUBLIC",
+)
+
+
+def test_privileges_that_a_sink_does_not_need(server: PostgresServer, tmp_path: Path) -> None:
+    """Also: in changelog mode rows are appended, and tables of a mirror are not asked for more than rows."""
+    with shop_databases(server) as databases:
+        Grants(SOURCES[1], SINKS[2]).make(databases)
+        pipeline = pipeline_of(databases, tmp_path)
+        execute(databases.target, *NEEDLESS)
+        assert failures(pipeline) == []
+        execute(databases.target, "REVOKE UPDATE, DELETE ON shop.orders, shop.customers FROM cdc")
+        assert [finding.check for finding in failures(pipeline)] == ["sink privileges"]
+        pipeline.change(sink={"mode": "changelog"})
+        assert failures(pipeline) == []
+
+
 # -- each privilege alone ------------------------------------------------------------------------------
 
 

@@ -39,6 +39,8 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.privileges import (
     RECORDS_SCHEMA,
+    SINK_FUNCTIONS,
+    SOURCE_FUNCTIONS,
     leaves_where,
     may_execute,
     may_read,
@@ -133,7 +135,7 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
                     checks.run(name, partial(table_check, source, pipeline, tables))
         sink = open_connection("sink", pipeline.sink.dsn)
         if sink is not None:
-            checks.run("sink functions", partial(may_execute, sink))
+            checks.run("sink functions", partial(may_execute, sink, SINK_FUNCTIONS))
         # Who may not ask a server for its identifier has been told so.
         if sink is not None and source is not None and checks.passed("functions", "sink functions"):
             checks.run("identity", partial(_identity, source, sink, pipeline))
@@ -413,7 +415,7 @@ _SOURCE_CHECKS: dict[str, Callable[[Connection, Pipeline], str]] = {
     "wal sender": _sender,
     # After it, since this takes a sender for a moment.
     "replication": lambda source, pipeline: may_replicate(source, pipeline.source.dsn),
-    "functions": lambda source, pipeline: may_execute(source),
+    "functions": lambda source, pipeline: may_execute(source, SOURCE_FUNCTIONS),
     "wal retention": _retention,
     "wal_sender_timeout": _sender_timeout,
     "encoding": _encoding,

@@ -22,7 +22,7 @@ RECORDS_SCHEMA = "airflow_cdc"
 _RECORDS = ("pipelines", "tables", "chunks")
 
 # Everybody may execute them by default; where servers are hardened, that has been revoked.
-_FUNCTIONS = (
+SOURCE_FUNCTIONS = (
     "pg_control_system",
     "pg_create_logical_replication_slot",
     "pg_current_snapshot",
@@ -36,6 +36,7 @@ _FUNCTIONS = (
     "pg_terminate_backend",
     "pg_walfile_name",
 )
+SINK_FUNCTIONS = ("pg_control_system", "pg_terminate_backend")
 
 
 def quoted_user(connection: Connection) -> str:
@@ -95,14 +96,14 @@ def may_replicate(source: Connection, dsn: str) -> str:
     return f"Role {user} may use replication."
 
 
-def may_execute(connection: Connection) -> str:
-    """Check the functions that the engine calls."""
+def may_execute(connection: Connection, functions: Sequence[str]) -> str:
+    """Check some functions of the server, all that have these names."""
     refused = rows(
         connection,
         "SELECT oid::pg_catalog.regprocedure::text FROM pg_catalog.pg_proc"
         " WHERE pronamespace = 'pg_catalog'::pg_catalog.regnamespace AND proname = ANY (%s)"
         " AND NOT pg_catalog.has_function_privilege(oid, 'EXECUTE') ORDER BY 1",
-        [list(_FUNCTIONS)],
+        [list(functions)],
     )
     if refused:
         names = ", ".join(name for (name,) in refused)
