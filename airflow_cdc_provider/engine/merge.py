@@ -311,7 +311,8 @@ def encode(columns: Sequence[pa.Array]) -> tuple[NDArray[np.int64], int]:
 
 def _number(column: pa.Array) -> tuple[NDArray[np.int64], int]:
     encoded = column.dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
+    distinct = len(encoded.dictionary)
+    return pc.fill_null(encoded.indices, distinct).to_numpy().astype(np.int64), distinct + bool(column.null_count)
 
 
 def _take(column: pa.Array, index: NDArray[np.int64], null: NDArray[np.bool_] | None = None) -> pa.Array:
