@@ -30,7 +30,7 @@ from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
-from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_slot
+from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_slot, reader_name
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.stream import Stage, StreamJob
@@ -122,7 +122,7 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: frozense
         commands.drop(pipeline)
         drop_database(lab.target, pipeline.name)
     with connected(dsn) as source:
-        drop_slot(source, _BASE_SLOT)
+        drop_slot(source, _BASE_SLOT, reader_name(dsn, _BASE_SLOT))
     drop_database(lab.source, database)
     return [
         Series(case, changes, tuple(seconds[case]), None if case == RECVLOGICAL else RECVLOGICAL) for case in chosen
@@ -190,7 +190,7 @@ def _recvlogical(lab: Lab, backlog: Backlog) -> float:
     check(0, done.returncode, f"{RECVLOGICAL}: exit code")
     with connected(dsn) as source:
         state = read_slot(source, slot)
-        drop_slot(source, slot)
+        drop_slot(source, slot, reader_name(dsn, slot))
     check(True, state is not None and state.confirmed_flush_lsn >= backlog.end, f"{RECVLOGICAL}: end reached")
     return seconds
 
@@ -257,7 +257,7 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
     finally:
         stream.stop()
     with connected(dsn) as source:
-        drop_slot(source, slot)
+        drop_slot(source, slot, reader_name(dsn, slot))
     return clock.seconds, staged
 
 

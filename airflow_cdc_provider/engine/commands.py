@@ -17,6 +17,8 @@ from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import (
+    RESNAPSHOT,
+    STREAM,
     existing_record,
     last_error,
     refuse_second_writer,
@@ -127,7 +129,7 @@ def stream(
     from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
 
     wanted = _until(until)
-    with run_part(pipeline, "stream", epoch, takeover) as (run, record):
+    with run_part(pipeline, STREAM, epoch, takeover) as (run, record):
         if record.unfinished:
             raise GateClosed(
                 f"{len(record.unfinished)} chunks of pipeline {pipeline.name!r} have not been read",
@@ -237,7 +239,7 @@ def _condition(record: Record | None, parts: list[str], error: dict[str, Any] | 
     if record is None:
         return "new"
     if parts:
-        return "streaming" if "stream" in parts else "snapshotting"
+        return "streaming" if STREAM in parts else "snapshotting"
     return "failed" if error else "stopped"
 
 
@@ -261,7 +263,7 @@ class _LiveStream:
 def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
     record = existing_record(pipeline)
-    live = any(beat.alive and beat.part == "stream" for beat in read_heartbeats(State(pipeline.state)))
+    live = any(beat.alive and beat.part == STREAM for beat in read_heartbeats(State(pipeline.state)))
     mirror = pipeline.sink.mode == "mirror"
     compared = [t for t in record.targets if mirror or t.table.key]
     pairs = [Pair(t.table, t.schema, t.name) for t in compared]
@@ -304,10 +306,10 @@ def resnapshot(
     state, record = State(pipeline.state), existing_record(pipeline)
     for label in tables:
         reread.check(pipeline, record, label, where)
-    if any(beat.alive and beat.part == "stream" for beat in read_heartbeats(state)) and not takeover:
+    if any(beat.alive and beat.part == STREAM for beat in read_heartbeats(state)) and not takeover:
         name = reread.request(state, list(tables), where)
         return {"requested": name, "rows": None}
-    with run_part(pipeline, "resnapshot", None, takeover) as (run, record):
+    with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
         rows = sum(reread.read_again(run, record, label, where) for label in tables)
     return {"requested": None, "rows": rows}
 
@@ -315,9 +317,10 @@ def resnapshot(
 def drop(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
     """Remove slot, publication, state, sink record and staging; never target tables."""
     state, sink = State(pipeline.state), sink_of(pipeline)
-    refuse_second_writer(state, None, takeover)
+    record = sink.record()
+    refuse_second_writer(state, record.epoch if record else 0, None, takeover)
     with connected(pipeline.source.dsn) as source:
-        provisioning.remove_slot(source, pipeline, sink.record(), state)
+        provisioning.remove_slot(source, pipeline, record, state)
     sink.drop()
     state.remove("")
     return {"dropped": pipeline.name}

@@ -8,15 +8,23 @@ and at every heartbeat, and refused with the repair.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from airflow_cdc_provider.engine.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.config import Source
+from airflow_cdc_provider.engine.connection import Connection, describe, rows, scalar
 from airflow_cdc_provider.engine.errors import GateClosed
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import Record, Target
-from airflow_cdc_provider.engine.slot import SlotState, read_identity, read_slot
+from airflow_cdc_provider.engine.slot import Identity, SlotState, is_ours, read_identity, read_slot
+from airflow_cdc_provider.engine.timeline import left_at, read_history
+
+log = logging.getLogger(__name__)
 
 _REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
+_SEEN = "slot_seen"
 
 _LEAVES = """
 SELECT c.oid::int8, n.nspname, c.relname, c.relreplident,
@@ -31,52 +39,151 @@ WHERE p.isleaf GROUP BY 1
 """
 
 
+@dataclass(frozen=True)
+class Passage:
+    """What the gate found when it let a pipeline through.
+
+    :param timeline: the timeline that the source is on now.
+    """
+
+    slot: SlotState
+    timeline: int
+
+    def news(self, record: Record) -> dict[str, Any]:
+        """What of it the commit record does not know yet, as values of its ``identity``.
+
+        A server writes ``restart_lsn`` to its disk before anything follows from it, so that on the same timeline the
+        slot is never seen below it again, not even after a crash; in a copy of the cluster taken earlier it is.
+        """
+        news: dict[str, Any] = {}
+        moved = self.timeline != record.identity["timeline"]
+        if moved:
+            news["timeline"] = self.timeline
+        if moved or self.slot.restart_lsn > parse_lsn(record.identity.get(_SEEN, "0/0")):
+            news[_SEEN] = format_lsn(self.slot.restart_lsn)
+        return news
+
+
+def require_primary(connection: Connection) -> None:
+    """Refuse a standby, whose log is another server's and whose slots belong to that server.
+
+    :raises GateClosed: when the source is a standby.
+    """
+    if scalar(connection, "SELECT pg_is_in_recovery()"):
+        raise GateClosed(
+            f"{connection.info.host}:{connection.info.port}/{connection.info.dbname} is a standby",
+            "Point `source.dsn` at the primary, or promote the standby, then start again.",
+        )
+
+
 def gate(
-    connection: Connection, slot: str, publication: str, record: Record, applied_now: Callable[[], int] | None = None
-) -> SlotState:
+    connection: Connection, source: Source, record: Record, applied_now: Callable[[], int] | None = None
+) -> Passage:
     """Check that the source can continue what the sink's record says.
 
+    :param connection: to the source.
     :param record: the commit record.
     :param applied_now: tells the applied LSN where units are being committed meanwhile; it is asked after the slot.
     :raises GateClosed: naming what differs and the repair.
     """
-    state = read_slot(connection, slot)
+    require_primary(connection)
+    state = read_slot(connection, source.slot)
     applied = record.applied if applied_now is None else applied_now()
-    if state is None:
-        raise GateClosed(f"replication slot {slot!r} no longer exists on the source", _REPAIR)
-    here = scalar(connection, "SELECT current_database()")
-    if state.plugin != "pgoutput" or state.database != here:
+    now = read_identity(connection, source.slot, source.publication)
+    _check_identity(record, source, now)
+    moved = now.timeline != record.identity["timeline"]
+    _check_slot(connection, source, record, state, applied, f"timeline {now.timeline}" if moved else None)
+    assert state is not None
+    # The filters of chunks with H beyond it are needed too.
+    needed = max(applied, record.high)
+    if moved:
+        _check_timeline(source, record, now.timeline, needed)
+    elif state.restart_lsn < parse_lsn(record.identity.get(_SEEN, "0/0")):
         raise GateClosed(
-            f"replication slot {slot!r} is not ours: plugin {state.plugin!r} in database {state.database!r},"
-            f" expected pgoutput in {here!r}",
-            "Give the pipeline another slot name (`source.slot`).",
-        )
-    if state.wal_status == "lost":
-        raise GateClosed(
-            f"replication slot {slot!r} has lost the log it needs (wal_status = lost)",
-            f"{_REPAIR} Raise max_slot_wal_keep_size so that it does not happen again.",
-        )
-    if state.confirmed_flush_lsn > applied:
-        raise GateClosed(
-            f"slot {slot!r} has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, but the sink has"
-            f" applied only up to {format_lsn(applied)}: what lies between is lost to the stream",
+            f"slot {source.slot!r} has gone back to {format_lsn(state.restart_lsn)}, from"
+            f" {record.identity[_SEEN]}: the source has been restored from a copy, and what it has written since is"
+            " not what the sink was filled from",
             _REPAIR,
         )
-    now = read_identity(connection, slot, publication).to_dict()
-    differing = [
-        f"{name} was {record.identity[name]}, is {now[name]}" for name in now if record.identity[name] != now[name]
-    ]
-    if differing:
-        raise GateClosed(f"the source is not the one that the sink was filled from: {'; '.join(differing)}", _REPAIR)
     flushed = parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
-    if applied > flushed:
+    if needed > flushed:
         raise GateClosed(
-            f"the sink has applied up to {format_lsn(applied)}, but the source's log ends at {format_lsn(flushed)}:"
+            f"the sink has applied up to {format_lsn(needed)}, but the source's log ends at {format_lsn(flushed)}:"
             " the source has been set back",
             _REPAIR,
         )
-    _check_tables(connection, publication, record.targets)
-    return state
+    _check_tables(connection, source.publication, record.targets)
+    return Passage(state, now.timeline)
+
+
+def _check_identity(record: Record, source: Source, now: Identity) -> None:
+    """Check that this is the cluster and database that the sink was filled from, and that the file names our slot."""
+    recorded = record.identity
+    if (now.system, now.database) != (recorded["system"], recorded["database"]):
+        raise GateClosed(
+            f"the source {describe(source.dsn)} is not the one that the sink was filled from: system identifier and"
+            f" database were {recorded['system']} and {recorded['database']}, are {now.system} and {now.database}",
+            f"If `source.dsn` is wrong, correct it. If the source has been replaced: {_REPAIR}",
+        )
+    if now.slot != recorded["slot"]:
+        raise GateClosed(
+            f"`source.slot` was {recorded['slot']!r} when the pipeline was provisioned, is {now.slot!r}",
+            f"Put it back. If the old slot cannot be used any more: {_REPAIR}",
+        )
+    if now.publication != recorded["publication"]:
+        found = f"has been recreated (oid {now.publication})" if now.publication else "no longer exists"
+        raise GateClosed(
+            f"publication {source.publication!r}, of oid {recorded['publication']}, {found}: changes made meanwhile"
+            " are not in the stream",
+            _REPAIR,
+        )
+
+
+def _check_slot(
+    connection: Connection, source: Source, record: Record, state: SlotState | None, applied: int, moved: str | None
+) -> None:
+    """Check that the slot still has the log from ``applied`` on."""
+    if state is None:
+        reason = f"; the source is on {moved}: a standby without the slot has been promoted" if moved else ""
+        raise GateClosed(f"replication slot {source.slot!r} no longer exists on the source{reason}", _REPAIR)
+    if not is_ours(connection, state):
+        raise GateClosed(
+            f"replication slot {source.slot!r} is not ours: plugin {state.plugin!r} in database {state.database!r},"
+            " expected pgoutput in this one",
+            f"Give the pipeline another slot name (`source.slot`). {_REPAIR}",
+        )
+    if state.wal_status == "lost" or state.invalidation is not None:
+        reason = f"wal_status = {state.wal_status}" + (f", {state.invalidation}" if state.invalidation else "")
+        cause = "idle_replication_slot_timeout" if state.invalidation == "idle_timeout" else "max_slot_wal_keep_size"
+        raise GateClosed(
+            f"replication slot {source.slot!r} has lost the log it needs ({reason})",
+            f"{_REPAIR} Raise {cause} so that it does not happen again.",
+        )
+    if state.confirmed_flush_lsn > applied:
+        raise GateClosed(
+            f"slot {source.slot!r} has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, but the sink"
+            f" has applied only up to {format_lsn(applied)}: what lies between is lost to the stream",
+            _REPAIR,
+        )
+    if state.wal_status == "unreserved":
+        log.warning(
+            "slot %s has fallen behind max_slot_wal_keep_size (wal_status = unreserved): the source may remove log"
+            " that it needs at the next checkpoint. Nothing is lost yet; let the stream catch up, or raise the limit.",
+            source.slot,
+        )
+
+
+def _check_timeline(source: Source, record: Record, timeline: int, needed: int) -> None:
+    """Check that everything up to ``needed`` is part of the history of the timeline that the source is on now."""
+    recorded = int(record.identity["timeline"])
+    switched = left_at(read_history(source.dsn, timeline), recorded)
+    if switched is None or switched < needed:
+        where = "is not its ancestor" if switched is None else f"was left at {format_lsn(switched)}"
+        raise GateClosed(
+            f"the source is on timeline {timeline}; timeline {recorded}, of which the sink has"
+            f" {format_lsn(needed)}, {where}: the sink has what the source no longer has",
+            _REPAIR,
+        )
 
 
 def _check_tables(connection: Connection, publication: str, targets: Sequence[Target]) -> None:

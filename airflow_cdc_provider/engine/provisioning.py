@@ -20,9 +20,16 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.gate import gate
+from airflow_cdc_provider.engine.gate import gate, require_primary
 from airflow_cdc_provider.engine.publication import create_publication, drop_publication
-from airflow_cdc_provider.engine.run import existing_record, refuse_second_writer, sink_of, take_epoch
+from airflow_cdc_provider.engine.run import (
+    existing_record,
+    note_passage,
+    refuse_second_writer,
+    require_targets,
+    sink_of,
+    take_epoch,
+)
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
 
@@ -38,11 +45,11 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
     """
     checks.require(checks.preflight(pipeline))
     state = State(pipeline.state)
-    refuse_second_writer(state, None, takeover)
     sink, names = sink_of(pipeline), pipeline.source
+    record = sink.record()
+    refuse_second_writer(state, record.epoch if record else 0, None, takeover)
     with connected(names.dsn) as source:
         tables = resolve(source, names.tables, pipeline.sink.mode)
-        record = sink.record()
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
             with _new_slot(source, pipeline, state, tables) as (identity, consistent):
@@ -52,7 +59,10 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             _refuse_other_sink(pipeline, record)
             take_epoch(pipeline, state, takeover)
             record = existing_record(pipeline)
-            gate(source, names.slot, names.publication, record)
+            passage = gate(source, names, record)
+            require_targets(sink, record)
+            if note_passage(sink, record, passage):
+                record = existing_record(pipeline)
             added = _added_tables(record, tables)
             if added:
                 create_publication(source, names.publication, tables)
@@ -62,19 +72,29 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         state.remove(_PROVISIONING)
         record = existing_record(pipeline)
         write_ledger(state, record)
-        found = gate(source, names.slot, names.publication, record)
+        found = gate(source, names, record).slot
     return record, found
 
 
 def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
-    """Without a record, a slot of ours can only be what a provisioning left that broke off before its record."""
+    """A slot that is not in the record can be ours only if a provisioning left it that broke off before its record."""
     name = pipeline.source.slot
     found = slot.read_slot(source, name)
     if found is not None and (found.active or (state.read(_PROVISIONING) or {}).get("slot") != name):
         raise GateClosed(
-            f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r}",
+            f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r} with it",
             f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
             " another slot name (`source.slot`).",
+        )
+
+
+def _refuse_taken_slot(source: Connection, name: str) -> None:
+    """A slot of another plugin or database is never ours, and dropping it would lose what it is there for."""
+    found = slot.read_slot(source, name)
+    if found is not None and not slot.is_ours(source, found):
+        raise GateClosed(
+            f"replication slot {name!r} is not ours: plugin {found.plugin!r} in database {found.database!r}",
+            "Give the pipeline another slot name (`source.slot`), then run `airflow-cdc resnapshot --all`.",
         )
 
 
@@ -104,7 +124,8 @@ def _new_slot(
     """
     names = pipeline.source
     state.write(_PROVISIONING, {"slot": names.slot})
-    slot.drop_slot(source, names.slot)
+    slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
+    _refuse_taken_slot(source, names.slot)
     created = create_publication(source, names.publication, tables)
     try:
         consistent = slot.create_slot(source, names.slot)
@@ -112,7 +133,7 @@ def _new_slot(
         identity = slot.read_identity(source, names.slot, names.publication).to_dict()
         yield identity | {"created_publication": created, "mode": pipeline.sink.mode}, consistent
     except BaseException:
-        slot.drop_slot(source, names.slot)
+        slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
         if created:
             drop_publication(source, names.publication)
         state.remove(_PROVISIONING)
@@ -121,12 +142,11 @@ def _new_slot(
 
 def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, state: State) -> None:
     """Remove the slot of the record, and the publication if it was made with it; never those of others."""
-    if record is not None:
-        slot.drop_slot(source, record.identity["slot"])
-        if record.identity["created_publication"]:
-            drop_publication(source, pipeline.source.publication)
-    elif (left := state.read(_PROVISIONING)) is not None:
-        slot.drop_slot(source, left["slot"])
+    left = record.identity if record is not None else state.read(_PROVISIONING)
+    if left is not None:
+        slot.drop_slot(source, left["slot"], slot.reader_name(pipeline.source.dsn, left["slot"]))
+    if record is not None and record.identity["created_publication"]:
+        drop_publication(source, pipeline.source.publication)
 
 
 def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
@@ -173,13 +193,18 @@ def write_ledger(state: State, record: Record) -> None:
 def start_over(pipeline: Pipeline, takeover: bool) -> None:
     """Recreate publication and slot, and plan every table as one chunk that replaces it: readers see no hole.
 
-    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    :raises GateClosed: when the slot's name belongs to others.
     """
     state, sink = State(pipeline.state), sink_of(pipeline)
     record = existing_record(pipeline)
     _refuse_other_sink(pipeline, record)
     with connected(pipeline.source.dsn) as source:
+        require_primary(source)
         tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        if pipeline.source.slot != record.identity["slot"]:
+            _refuse_foreign_slot(source, pipeline, state)
+        _refuse_taken_slot(source, pipeline.source.slot)
         take_epoch(pipeline, state, takeover)
         state.write(_PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)

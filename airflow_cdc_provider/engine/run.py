@@ -20,13 +20,16 @@ from typing import Any
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError, Fenced, GateClosed, SecondWriter, StateUnwritable
-from airflow_cdc_provider.engine.gate import gate
+from airflow_cdc_provider.engine.gate import Passage, gate, require_primary
 from airflow_cdc_provider.engine.sinks.base import Record, Sink
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
-from airflow_cdc_provider.engine.slot import end_walsender
+from airflow_cdc_provider.engine.slot import end_walsender, read_slot, reader_name, wait_until
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, read_heartbeats, write_heartbeat
 
+STREAM, RESNAPSHOT = "stream", "resnapshot"
+"""Names of parts of a run."""
 _BEAT_SECONDS = 2.0
+_RELEASE_SECONDS = 5.0
 _STOP = "stop.json"
 _ERROR = "error.json"
 
@@ -51,14 +54,16 @@ def existing_record(pipeline: Pipeline) -> Record:
     return record
 
 
-def refuse_second_writer(state: State, part: str | None, takeover: bool) -> None:
+def refuse_second_writer(state: State, epoch: int, part: str | None, takeover: bool) -> None:
     """Refuse to go on while another process works on the pipeline.
 
+    :param epoch: the pipeline's; a process of an earlier one has been overtaken, and the sink refuses what it does.
     :param part: look only at this part of the run; ``None`` for all.
     :raises SecondWriter: naming the other process.
     """
     for beat in read_heartbeats(state):
-        if beat.alive and beat.owner != Owner.this() and part in (None, beat.part) and not takeover:
+        working = beat.alive and beat.owner != Owner.this() and beat.epoch >= epoch
+        if working and part in (None, beat.part) and not takeover:
             raise SecondWriter(
                 f"{beat.owner} is working on this pipeline ({beat.part}, epoch {beat.epoch},"
                 f" last heartbeat {time.time() - beat.at:.0f} s ago)",
@@ -69,13 +74,44 @@ def refuse_second_writer(state: State, part: str | None, takeover: bool) -> None
 def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
     """Become the pipeline's only writer, and end what an earlier run has left on the slot.
 
-    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    :raises GateClosed: when the source is a standby.
     """
-    refuse_second_writer(state, None, takeover)
-    epoch = sink_of(pipeline).take_epoch(str(Owner.this()))
+    record = existing_record(pipeline)
+    refuse_second_writer(state, record.epoch, None, takeover)
+    # Of the record, not of the file: a slot that the file names by mistake is another's.
+    slot = record.identity["slot"]
     with connected(pipeline.source.dsn) as source:
-        end_walsender(source, pipeline.source.slot)
+        require_primary(source)
+        epoch = sink_of(pipeline).take_epoch(str(Owner.this()))
+        end_walsender(source, slot, reader_name(pipeline.source.dsn, slot))
     return epoch
+
+
+def note_passage(sink: Sink, record: Record, passage: Passage) -> bool:
+    """Record how the source has moved on; true if there was anything to record.
+
+    :raises Fenced: when another run has taken over.
+    """
+    news = passage.news(record)
+    if news:
+        sink.note_source(record.epoch, news)
+    return bool(news)
+
+
+def require_targets(sink: Sink, record: Record) -> None:
+    """Refuse to go on without target tables.
+
+    :raises GateClosed: naming those that are gone.
+    """
+    gone = sink.missing(record.targets)
+    if gone:
+        names = ", ".join(f"{target.schema}.{target.name}" for target in gone)
+        tables = " ".join(f"--table {target.table.label}" for target in gone)
+        raise GateClosed(
+            f"target tables of the pipeline no longer exist: {names}",
+            f"Run `airflow-cdc resnapshot {'--all' if record.unfinished else tables}`: it creates and fills them.",
+        )
 
 
 class Run:
@@ -165,6 +201,8 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     with _signals(run):
         try:
             yield run, record
+            if part == STREAM:
+                _note_slot(run)
         except CdcError as e:
             record_error(state, e)
             raise
@@ -182,16 +220,35 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
         take_epoch(pipeline, state, takeover)
         record = existing_record(pipeline)  # the run that was taken over may have committed until then
     else:
-        refuse_second_writer(state, part, takeover)
+        refuse_second_writer(state, epoch, part, takeover)
         if record.epoch != epoch:
             raise Fenced(
                 f"this is a part of the run with epoch {epoch}, but pipeline {pipeline.name!r} is at epoch"
                 f" {record.epoch}: another run has taken over",
                 "Nothing to do if the other run is meant; otherwise start a new run.",
             )
+    sink = sink_of(pipeline)
     with connected(pipeline.source.dsn) as source:
-        gate(source, pipeline.source.slot, pipeline.source.publication, record)
+        passage = gate(source, pipeline.source, record)
+    if part != RESNAPSHOT:
+        require_targets(sink, record)
+    # Parts of a run share the record's row with chunks in flight: they write to it only what they cannot do without.
+    if (part == STREAM or "timeline" in passage.news(record)) and note_passage(sink, record, passage):
+        record = existing_record(pipeline)
     return record
+
+
+def _note_slot(run: Run) -> None:
+    """Record where the stream has left the slot, once its reader is gone and the server has saved that."""
+    record = existing_record(run.pipeline)
+    with connected(run.pipeline.source.dsn) as source:
+
+        def free() -> bool:
+            state = read_slot(source, run.pipeline.source.slot)
+            return state is None or not state.active
+
+        if record.epoch == run.epoch and wait_until(free, _RELEASE_SECONDS):
+            note_passage(run.sink, record, gate(source, run.pipeline.source, record))
 
 
 def record_error(state: State, error: CdcError) -> None:

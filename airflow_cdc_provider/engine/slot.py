@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import psycopg2
 
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
-from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar, session_dsn
 from airflow_cdc_provider.engine.errors import Blocked, MissingPrivilege, SecondWriter, ServerNotReady
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
@@ -23,6 +24,7 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.1
+_FAILOVER_VERSION = 170000
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ class Identity:
 
 @dataclass(frozen=True)
 class SlotState:
-    """A row of ``pg_replication_slots``; LSNs as integers, ``retained`` in bytes."""
+    """A row of ``pg_replication_slots``; LSNs as integers, ``retained`` in bytes.
+
+    :param invalidation: why the server has given the slot up, where it says so (17 and newer).
+    """
 
     plugin: str | None
     database: str | None
@@ -57,6 +62,7 @@ class SlotState:
     confirmed_flush_lsn: int
     wal_status: str | None
     retained: int
+    invalidation: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The ``slot`` object of ``status``."""
@@ -75,14 +81,20 @@ def read_slot(connection: Connection, slot: str) -> SlotState | None:
         connection,
         "SELECT plugin, database, active, active_pid, coalesce(restart_lsn, '0/0')::text,"
         " coalesce(confirmed_flush_lsn, '0/0')::text, wal_status,"
-        " coalesce(pg_wal_lsn_diff(pg_current_wal_flush_lsn(), restart_lsn), 0)::bigint"
-        " FROM pg_replication_slots WHERE slot_name = %s",
+        " coalesce(pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn()"
+        " ELSE pg_current_wal_flush_lsn() END, restart_lsn), 0)::bigint, to_jsonb(s) ->> 'invalidation_reason'"
+        " FROM pg_replication_slots s WHERE slot_name = %s",
         [slot],
     )
     if not found:
         return None
-    plugin, database, active, pid, restart, confirmed, status, retained = found[0]
-    return SlotState(plugin, database, active, pid, parse_lsn(restart), parse_lsn(confirmed), status, retained)
+    plugin, database, active, pid, restart, confirmed, *rest = found[0]
+    return SlotState(plugin, database, active, pid, parse_lsn(restart), parse_lsn(confirmed), *rest)
+
+
+def is_ours(connection: Connection, state: SlotState) -> bool:
+    """Whether a slot is one that a pipeline of this database can read."""
+    return state.plugin == "pgoutput" and state.database == scalar(connection, "SELECT current_database()")
 
 
 def read_identity(connection: Connection, slot: str, publication: str) -> Identity:
@@ -105,11 +117,14 @@ def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS
     :raises Blocked: naming the transactions that it waited for.
     :raises ServerNotReady: when no slot is free.
     """
+    # Standbys that synchronise slots take over only those that are marked; without such standbys the mark does nothing.
+    failover = ", failover => true" if connection.info.server_version >= _FAILOVER_VERSION else ""
+    create = f"SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput'{failover})"
     failpoint("before-slot")
     with connection.cursor() as cursor:
         cursor.execute("SELECT set_config('lock_timeout', %s, false)", [f"{int(timeout * 1000)}ms"])
         try:
-            cursor.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
+            cursor.execute(create, [slot])
         except psycopg2.errors.LockNotAvailable:
             raise _blocked(connection, f"creating slot {slot!r}", timeout) from None
         except psycopg2.errors.InsufficientPrivilege as e:
@@ -180,16 +195,24 @@ def emit_marker(connection: Connection, content: str) -> int:
     return parse_lsn(scalar(connection, query, [MESSAGE_PREFIX, content]))
 
 
-def end_walsender(connection: Connection, slot: str, timeout: float = 30.0) -> None:
+def reader_name(dsn: str, slot: str) -> str:
+    """The ``application_name`` of a pipeline's own reader of the slot, as the server keeps it."""
+    (name,) = parse_qs(urlsplit(session_dsn(dsn, f"airflow-cdc {slot}")).query)["application_name"]
+    return name[:63]
+
+
+def end_walsender(connection: Connection, slot: str, reader: str, timeout: float = 30.0) -> None:
     """End a walsender that still holds the slot, left behind by an earlier run, and wait until it is free.
 
-    :raises SecondWriter: when it cannot be ended.
+    :param reader: the ``application_name`` of such walsenders; those of others are left alone.
+    :raises SecondWriter: when somebody else reads from the slot, or it cannot be ended.
     """
 
     def free() -> bool:
         state = read_slot(connection, slot)
         if state is None or not state.active:
             return True
+        _refuse_other_reader(connection, slot, state, reader)
         rows(connection, "SELECT pg_terminate_backend(%s)", [state.active_pid])
         return False
 
@@ -199,13 +222,31 @@ def end_walsender(connection: Connection, slot: str, timeout: float = 30.0) -> N
         )
 
 
+def _refuse_other_reader(connection: Connection, slot: str, state: SlotState, reader: str) -> None:
+    query = "SELECT application_name, usename, client_addr::text FROM pg_stat_activity WHERE pid = %s"
+    for name, user, address in rows(connection, query, [state.active_pid]):
+        if name != reader:
+            raise SecondWriter(
+                f"slot {slot!r} is being read by session {state.active_pid} of {user or '?'}, application {name!r},"
+                f" from {address or 'the server itself'}, which is not this pipeline",
+                "Stop that program (SELECT pg_terminate_backend"
+                f"({state.active_pid}) ends the session), then try again. If it has acknowledged changes, that will be"
+                " refused with the repair.",
+            )
+
+
 def visible_in_current(connection: Connection) -> Snapshot:
     """The server's current snapshot."""
     return Snapshot.parse(scalar(connection, "SELECT pg_current_snapshot()::text"))
 
 
-def drop_slot(connection: Connection, slot: str) -> None:
-    """Remove the slot, if it exists."""
-    if read_slot(connection, slot) is not None:
-        end_walsender(connection, slot)
+def drop_slot(connection: Connection, slot: str, reader: str) -> None:
+    """Remove the slot, if it exists and is one of a pipeline of this database.
+
+    :param reader: see :func:`end_walsender`.
+    :raises SecondWriter: when somebody else reads from it.
+    """
+    state = read_slot(connection, slot)
+    if state is not None and is_ours(connection, state):
+        end_walsender(connection, slot, reader)
         rows(connection, "SELECT pg_drop_replication_slot(%s)", [slot])

@@ -32,12 +32,12 @@ from airflow_cdc_provider.engine.connection import Connection, connect, connecte
 from airflow_cdc_provider.engine.effects import TableFilter, effects
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.gate import gate
+from airflow_cdc_provider.engine.gate import Passage, gate
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Piece, decode
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.reread import read_again, read_keys_again, take_requests
-from airflow_cdc_provider.engine.run import Run, existing_record
+from airflow_cdc_provider.engine.run import Run, existing_record, note_passage
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, Sink, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot, wait_until
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
@@ -140,6 +140,8 @@ class StreamJob:
         self._unit = threading.Lock()
         self._stopped = False
         self._failure: CdcError | None = None
+        self._passage: Passage | None = None
+        self._seen: Passage | None = None
 
     def follow(self, target: int | None) -> StreamProgress:
         """Apply the log until everything up to ``target`` is durable, or for ever when ``None``.
@@ -212,8 +214,9 @@ class StreamJob:
             self._run.state.remove("checkpoint")
 
     def _gate(self, source: Connection) -> None:
-        pipeline = self._pipeline.source
-        gate(source, pipeline.slot, pipeline.publication, self._record, lambda: self._applied)
+        """Look whether the source can still continue; what was seen the time before, it has saved by now."""
+        passage = gate(source, self._pipeline.source, self._record, lambda: self._applied)
+        self._seen, self._passage = self._passage, passage
 
     def _terminated(self, query: StreamingQuery) -> bool:
         """Wait a little; raise what ended the query, if something did."""
@@ -254,6 +257,8 @@ class StreamJob:
             if self._stopped:
                 raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
             try:
+                if self._seen is not None and note_passage(self._sink, self._record, self._seen):
+                    self._record = existing_record(self._pipeline)
                 self._apply(pieces, batch)
             except CdcError as e:
                 self._failure = e

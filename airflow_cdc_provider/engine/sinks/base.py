@@ -162,7 +162,10 @@ class Sink(Protocol):
         """
 
     def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
-        """Begin again from another consistent point: every table is one unfinished chunk, whose rows replace it."""
+        """Begin again from another consistent point: every table is one unfinished chunk, whose rows replace it.
+
+        :raises GateClosed: when a changelog has events beyond that point, of a history that the source has left.
+        """
 
     def record(self) -> Record | None:
         """The commit record; ``None`` when there is none."""
@@ -197,6 +200,8 @@ class Sink(Protocol):
     ) -> int:
         """Commit a re-read: the rows with ``keys`` (all rows when ``None``) become those of ``batches``.
 
+        A target table that is gone is created again when all rows are read.
+
         :returns: rows written.
         :raises Fenced: when the epoch is another's.
         """
@@ -229,6 +234,15 @@ class Sink(Protocol):
         :raises GateClosed: when the unit does not begin where the record ends.
         :raises StagingLost: when staged rows are gone.
         """
+
+    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
+        """Change values of the record's ``identity``, which tell how the source has moved on.
+
+        :raises Fenced: when the epoch is another's.
+        """
+
+    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """The targets whose table no longer exists."""
 
     def sweep(self, epoch: int) -> None:
         """Remove everything staged, between units; nothing when the epoch is another's by now."""

@@ -37,6 +37,7 @@ from airflow_cdc_provider.engine.sinks.postgres_refusals import refusals
 from airflow_cdc_provider.engine.sinks.postgres_tables import (
     FIRST_READ,
     TableStatements,
+    prepare_target,
 )
 
 
@@ -103,6 +104,8 @@ class PostgresSink(PostgresRecord):
         label = target.table.label
         with self._transaction() as connection:
             applied = self._fence(connection, epoch, "FOR UPDATE")
+            if keys is None:
+                prepare_target(connection, self.pipeline, self.mode, target)
             seq = self._remove_rows(connection, target, keys, applied)
             count = self._copy_rows(connection, target, batches, applied, seq)
             watermark = finish()

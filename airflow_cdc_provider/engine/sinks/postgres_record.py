@@ -20,12 +20,17 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, row, rows, scalar
-from airflow_cdc_provider.engine.errors import Fenced
+from airflow_cdc_provider.engine.errors import Fenced, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres_refusals import target_conflict
-from airflow_cdc_provider.engine.sinks.postgres_tables import create_record_tables, prepare_target, record_target
+from airflow_cdc_provider.engine.sinks.postgres_tables import (
+    RECORD_TABLES,
+    create_record_tables,
+    prepare_target,
+    record_target,
+)
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 COMMIT_SECONDS = 30.0
@@ -80,6 +85,8 @@ class PostgresRecord:
         """See :meth:`.base.Sink.restart`."""
         with self._transaction() as connection:
             for target in targets:
+                if self.mode == "changelog" and _exists(connection, target):
+                    self._refuse_older_history(connection, target, consistent_point)
                 prepare_target(connection, self.pipeline, self.mode, target)
             for table in ("chunks", "tables"):
                 statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s").format(sql.Identifier("airflow_cdc", table))
@@ -94,11 +101,30 @@ class PostgresRecord:
                 [format_lsn(consistent_point), json.dumps(identity), self.pipeline],
             )
 
+    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
+        """See :meth:`.base.Sink.note_source`."""
+        with self._transaction() as connection:
+            self._fence(connection, epoch, "FOR UPDATE")
+            query = "UPDATE airflow_cdc.pipelines SET source = source || %s WHERE pipeline = %s"
+            rows(connection, query, [json.dumps(values), self.pipeline])
+
+    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.base.Sink.missing`."""
+        with self._transaction() as connection:
+            return tuple(target for target in targets if not _exists(connection, target))
+
     def record(self) -> Record | None:
         """See :meth:`.base.Sink.record`."""
         with self._transaction() as connection:
-            if scalar(connection, "SELECT to_regclass('airflow_cdc.pipelines')") is None:
+            lacking = [name for name in RECORD_TABLES if scalar(connection, "SELECT to_regclass(%s)", [name]) is None]
+            if len(lacking) == len(RECORD_TABLES):
                 return None
+            if lacking:
+                raise GateClosed(
+                    f"the commit record in {describe(self.dsn)} is not whole: it lacks {', '.join(lacking)}",
+                    "Restore the schema airflow_cdc from a backup of the sink. Without one, drop that schema, and"
+                    " follow the messages of `airflow-cdc provision`.",
+                )
             found = rows(
                 connection,
                 "SELECT epoch, applied_lsn::text, extract(epoch FROM updated_at)::float8, source"
@@ -128,6 +154,17 @@ class PostgresRecord:
             targets=tuple(Target(Table.from_dict(d), schema, name) for d, schema, name in targets),
             chunks=tuple(_chunk_record(*chunk) for chunk in chunks),
         )
+
+    def _refuse_older_history(self, connection: Connection, target: Target, point: int) -> None:
+        """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
+        name = sql.Identifier(target.schema, target.name)
+        last = scalar(connection, sql.SQL("SELECT max(_commit_lsn)::text FROM {}").format(name))
+        if last is not None and parse_lsn(last) > point:
+            raise GateClosed(
+                f"the changelog {target.schema}.{target.name} has events up to {last}, but the source's log is at"
+                f" {format_lsn(point)}: they are of a history that the source has left, and new ones would come before",
+                f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",
+            )
 
     def take_epoch(self, owner: str) -> int:
         """See :meth:`.base.Sink.take_epoch`."""
@@ -195,6 +232,11 @@ class PostgresRecord:
         )
         targets = (Target(Table.from_dict(definition), schema, name) for definition, schema, name in found)
         return {target.table.label: target for target in targets}
+
+
+def _exists(connection: Connection, target: Target) -> bool:
+    name = sql.Identifier(target.schema, target.name).as_string(connection)
+    return scalar(connection, "SELECT to_regclass(%s)", [name]) is not None
 
 
 def _chunk_record(

@@ -53,6 +53,8 @@ CREATE TABLE IF NOT EXISTS airflow_cdc.chunks (
 );
 """
 
+RECORD_TABLES = ("airflow_cdc.pipelines", "airflow_cdc.tables", "airflow_cdc.chunks")
+
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
 rows read again at the same LSN."""

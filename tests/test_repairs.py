@@ -1,0 +1,462 @@
+"""What breaks the link between slot and record: refused before a change is lost, and healed as the message says.
+
+Each case breaks something while the pipeline stands still, writes on, and finds every command refused with exit code 3,
+with the target untouched. Then the command that the message names is carried out, and source and target are equal
+again, including what was written while it was broken; a changelog tells no change twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from psycopg import pq
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine import cli, commands, provisioning
+from airflow_cdc_provider.engine.buffer import Position
+from airflow_cdc_provider.engine.errors import CdcError, ExitCode, ForeignTable, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.run import run_part
+from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine.wal import WalReader
+from tests.conftest import Databases, create_database, drop_database
+from tests.pipelines import SECONDS, PipelineUnderTest, execute
+
+pytestmark = pytest.mark.slow
+
+TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"
+ROWS = "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 20) n"
+LOST = (
+    "UPDATE public.t SET body = 'lost' WHERE id = 2",
+    "DELETE FROM public.t WHERE id = 3",
+    "INSERT INTO public.t VALUES (100, 'lost')",
+)
+AGAIN = (
+    "UPDATE public.t SET body = body || ' again' WHERE id IN (2, 100)",
+    "DELETE FROM public.t WHERE id = 4",
+    "INSERT INTO public.t VALUES (3, 'again')",
+)
+
+Make = Callable[..., PipelineUnderTest]
+Mode = Literal["mirror", "changelog"]
+
+
+@pytest.fixture
+def make_pipeline(databases: Databases, tmp_path: Path) -> Iterator[Make]:
+    """Makes a pipeline of ``public.t`` whose snapshot is done and whose stream has applied a change."""
+    made: list[PipelineUnderTest] = []
+
+    def make(mode: Mode = "mirror", server: PostgresServer | None = None) -> PipelineUnderTest:
+        pair = databases if server is None else Databases(server.dsn(), databases.target)
+        settings = {"sink": {"mode": mode}, "snapshot": {"chunk_rows": 10}}
+        pipeline = PipelineUnderTest(tmp_path, pair, ["public.t"], **settings)
+        pipeline.source(TABLE, ROWS)
+        pipeline.provision()
+        pipeline.copy()
+        pipeline.source("UPDATE public.t SET body = 'streamed' WHERE id = 1")
+        pipeline.apply()
+        made.append(pipeline)
+        return pipeline
+
+    yield make
+    for pipeline in made:
+        pipeline.end_commands()
+
+
+def refused(pipeline: PipelineUnderTest, kind: type[CdcError], words: str) -> str:
+    """Check that streaming and provisioning are refused, and touch nothing; return the solution."""
+    before = content(pipeline)
+    with pytest.raises(kind, match=words) as streaming:
+        pipeline.apply()
+    with pytest.raises(kind):
+        pipeline.provision()
+    assert streaming.value.exit_code == ExitCode.REFUSED
+    assert content(pipeline) == before
+    return streaming.value.solution
+
+
+def content(pipeline: PipelineUnderTest) -> list[tuple[Any, ...]]:
+    """The rows of the target, none if it is gone."""
+    if pipeline.target_rows("SELECT to_regclass('public.t')") == [(None,)]:
+        return []
+    return pipeline.target_rows("SELECT * FROM public.t ORDER BY ctid")
+
+
+def carry_out(pipeline: PipelineUnderTest, solution: str) -> None:
+    """Carry out the ``resnapshot`` that a solution names, in this process."""
+    found = re.search(r"`airflow-cdc (resnapshot [^`]+)`", solution)
+    assert found, solution
+    options = cli._parser().parse_args([*shlex.split(found[1]), "--pipeline", str(pipeline.file)])
+    if options.all:
+        provisioning.start_over(pipeline.pipeline, takeover=False)
+        pipeline.copy()
+    else:
+        commands.resnapshot(pipeline.pipeline, tables=options.table)
+
+
+def assert_healed(pipeline: PipelineUnderTest) -> None:
+    """Changes flow again, and both sides are equal; in a changelog nothing stands twice."""
+    pipeline.source(*AGAIN)
+    pipeline.apply()
+    pipeline.assert_verified()
+    if pipeline.pipeline.sink.mode == "mirror":
+        pipeline.assert_equal()
+        return
+    events = "SELECT id, _op, _commit_lsn, _seq, _xid FROM public.t WHERE _op <> 't'"
+    assert pipeline.target_rows(f"{events} GROUP BY 1, 2, 3, 4, 5 HAVING count(*) > 1") == []
+    reads = "SELECT id, _commit_lsn FROM public.t WHERE _op = 'r' GROUP BY 1, 2 HAVING count(*) > 1"
+    assert pipeline.target_rows(reads) == []
+    # The three changes after the repair stand there once each, as changes.
+    again = "SELECT _op::text, id FROM public.t WHERE body LIKE '%again' AND _op <> 'r' OR _op = 'd' AND id = 4"
+    assert sorted(pipeline.target_rows(again)) == [("d", 4), ("i", 3), ("u", 2), ("u", 100)]
+
+
+@dataclass(frozen=True)
+class Break:
+    """What is done to a pipeline that stands still.
+
+    :param source: statements on the source, after the writes.
+    :param first: statements before them.
+    :param target: statements on the target.
+    :param words: what the refusal says.
+    :param solution: what its solution says beside the repair.
+    """
+
+    words: str
+    source: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    target: tuple[str, ...] = ()
+    solution: str = "resnapshot"
+
+
+DROP_SLOT = "SELECT pg_drop_replication_slot('{slot}')"
+CREATE_SLOT = "SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')"
+LAST_LSN = "FFFFFFFF/FFFFFF00"
+BREAKS = {
+    "slot dropped": Break("no longer exists", (DROP_SLOT,)),
+    "slot made again after writes": Break("has been acknowledged up to", (DROP_SLOT, CREATE_SLOT)),
+    "slot made again before writes": Break("has been acknowledged up to", first=(DROP_SLOT, CREATE_SLOT)),
+    "slot advanced": Break(
+        "has been acknowledged up to", ("SELECT pg_replication_slot_advance('{slot}', pg_current_wal_flush_lsn())",)
+    ),
+    "slot read by somebody": Break(
+        "has been acknowledged up to",
+        (
+            "SELECT count(*) FROM pg_logical_slot_get_binary_changes('{slot}', NULL, NULL, 'proto_version', '1',"
+            " 'publication_names', '{publication}')",
+        ),
+    ),
+    "publication made again": Break(
+        "publication .* has been recreated",
+        ("CREATE PUBLICATION {publication} FOR TABLE ONLY public.t",),
+        ("DROP PUBLICATION {publication}",),
+    ),
+    "publication dropped": Break("publication .* no longer exists", first=("DROP PUBLICATION {publication}",)),
+    "table taken out of the publication": Break(
+        "no longer in publication", first=("ALTER PUBLICATION {publication} DROP TABLE public.t",)
+    ),
+    "record beyond the end of the log": Break(
+        "has been set back", target=(f"UPDATE airflow_cdc.pipelines SET applied_lsn = '{LAST_LSN}'",)
+    ),
+    "open H beyond the end of the log": Break(
+        "has been set back", target=(f"UPDATE airflow_cdc.chunks SET high_lsn = '{LAST_LSN}' WHERE chunk = 0",)
+    ),
+    "target table dropped": Break(
+        r"target tables of the pipeline no longer exist: public\.t",
+        target=("DROP TABLE public.t",),
+        solution="resnapshot --table public.t",
+    ),
+}
+
+
+# A changelog shows more than a mirror: what is lost, and what stands twice. Where both are made anew, both are tested.
+CASES = [("changelog", name) for name in BREAKS]
+CASES += [("mirror", name) for name in ("slot dropped", "slot advanced", "target table dropped")]
+
+
+@pytest.mark.parametrize(("mode", "name"), CASES)
+def test_a_break_is_refused_and_healed(make_pipeline: Make, mode: Mode, name: str) -> None:
+    pipeline, break_ = make_pipeline(mode), BREAKS[name]
+    names = pipeline.pipeline.source
+
+    def statements(templates: tuple[str, ...]) -> list[str]:
+        return [template.format(slot=names.slot, publication=names.publication) for template in templates]
+
+    pipeline.source(*statements(break_.first), *LOST, *statements(break_.source))
+    pipeline.target(*statements(break_.target))
+    solution = refused(pipeline, GateClosed, break_.words)
+    assert break_.solution in solution
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+
+
+@pytest.mark.parametrize("foreign", ["physical", "of another database"])
+def test_a_slot_that_others_have_made_in_place_of_ours(
+    make_pipeline: Make, databases: Databases, source_server: PostgresServer, foreign: str
+) -> None:
+    """It is never dropped, whatever the pipeline's file says; under another name the pipeline is repaired."""
+    pipeline = make_pipeline("changelog")
+    slot = pipeline.pipeline.source.slot
+    pipeline.source(*LOST, f"SELECT pg_drop_replication_slot('{slot}')")
+    if foreign == "physical":
+        pipeline.source(f"SELECT pg_create_physical_replication_slot('{slot}')")
+    else:
+        execute(source_server.dsn(), f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+    kept = pipeline.source_rows("SELECT slot_name, plugin, database, restart_lsn::text FROM pg_replication_slots")
+    try:
+        solution = refused(pipeline, GateClosed, "is not ours")
+        assert "source.slot" in solution
+        with pytest.raises(GateClosed, match="is not ours"):
+            carry_out(pipeline, solution)
+        # A name that is another pipeline's slot will not do either.
+        pipeline.source(f"SELECT pg_create_logical_replication_slot('{slot}_taken', 'pgoutput')")
+        pipeline.change(source={"slot": f"{slot}_taken"})
+        with pytest.raises(GateClosed, match="exists, but the sink has no record"):
+            carry_out(pipeline, solution)
+        pipeline.change(source={"slot": f"{slot}_new"})
+        carry_out(pipeline, solution)
+        assert_healed(pipeline)
+        commands.drop(pipeline.pipeline)
+        left = pipeline.source_rows("SELECT slot_name, plugin, database, restart_lsn::text FROM pg_replication_slots")
+        assert [row for row in left if row[0] == slot] == [row for row in kept if row[0] == slot]
+        assert f"{slot}_taken" in {row[0] for row in left}
+        assert f"{slot}_new" not in {row[0] for row in left}
+    finally:
+        execute(source_server.dsn(), f"SELECT pg_drop_replication_slot('{slot}')")
+
+
+def test_another_cluster_behind_the_same_name(
+    make_pipeline: Make, databases: Databases, target_server: PostgresServer
+) -> None:
+    """The address now leads to a server that was filled otherwise, with a slot and a publication of the same names."""
+    pipeline = make_pipeline()
+    names = pipeline.pipeline.source
+    other = f"other_{pipeline.name}"
+    create_database(target_server, other)
+    try:
+        execute(
+            target_server.dsn(other),
+            TABLE,
+            ROWS,
+            f"CREATE PUBLICATION {names.publication} FOR TABLE ONLY public.t",
+            f"SELECT pg_create_logical_replication_slot('{names.slot}', 'pgoutput')",
+            *LOST,
+        )
+        pipeline.databases = Databases(target_server.dsn(other), databases.target)
+        pipeline.change(source={"dsn": target_server.dsn(other)})
+        solution = refused(pipeline, GateClosed, "is not the one that the sink was filled from")
+        assert "`source.dsn` is wrong" in solution
+        carry_out(pipeline, solution)
+        assert_healed(pipeline)
+    finally:
+        drop_database(target_server, other)
+        pipeline.databases = databases
+
+
+def test_a_changelog_whose_source_begins_again_at_lower_positions(make_pipeline: Make) -> None:
+    """Events are ordered by their LSNs, so that a log that has been set back cannot be appended."""
+    pipeline = make_pipeline("changelog")
+    pipeline.target(f"UPDATE public.t SET _commit_lsn = '{LAST_LSN}' WHERE body = 'streamed'")
+    pipeline.source(*LOST, f"SELECT pg_drop_replication_slot('{pipeline.pipeline.source.slot}')")
+    solution = refused(pipeline, GateClosed, "no longer exists")
+    with pytest.raises(GateClosed, match="history that the source has left") as older:
+        carry_out(pipeline, solution)
+    assert pipeline.source_rows("SELECT count(*) FROM pg_replication_slots WHERE database = current_database()") == [
+        (0,)
+    ]
+    pipeline.target("ALTER TABLE public.t RENAME TO history")
+    carry_out(pipeline, older.value.solution)
+    assert_healed(pipeline)
+
+
+def test_a_table_that_is_dropped_at_the_target_in_the_middle_of_the_copy(make_pipeline: Make) -> None:
+    pipeline = make_pipeline()
+    provisioning.start_over(pipeline.pipeline, takeover=False)
+    pipeline.source(*LOST)
+    pipeline.target("DROP TABLE public.t")
+    solution = refused(pipeline, GateClosed, "no longer exist")
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+
+
+# -- the sink's record ---------------------------------------------------------------------------------
+
+
+def copy_target(server: PostgresServer, pipeline: PipelineUnderTest, backup: str) -> None:
+    """A backup of the target database."""
+    execute(server.dsn(), f"CREATE DATABASE {backup} TEMPLATE {pipeline.name}")
+
+
+def restore_target(server: PostgresServer, pipeline: PipelineUnderTest, backup: str) -> None:
+    """Put the backup in the place of the target database."""
+    drop_database(server, pipeline.name)
+    execute(server.dsn(), f"ALTER DATABASE {backup} RENAME TO {pipeline.name}")
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_a_target_that_is_restored_from_a_backup(
+    make_pipeline: Make, target_server: PostgresServer, mode: Mode
+) -> None:
+    """The slot has been told more than the backup holds, so that the log in between is gone."""
+    pipeline = make_pipeline(mode)
+    copy_target(target_server, pipeline, f"{pipeline.name}_backup")
+    pipeline.source(*LOST)
+    pipeline.apply()
+    restore_target(target_server, pipeline, f"{pipeline.name}_backup")
+    solution = refused(pipeline, GateClosed, "has been acknowledged up to")
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_a_target_that_is_restored_and_still_in_reach_of_the_slot(
+    make_pipeline: Make, target_server: PostgresServer, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units that were committed and not acknowledged are streamed again, from where the backup's record says."""
+    pipeline = make_pipeline(mode)
+    copy_target(target_server, pipeline, f"{pipeline.name}_backup")
+    pipeline.source(*LOST)
+    monkeypatch.setenv("AIRFLOW_CDC_FAILPOINT", "before-acknowledgement:error")
+    with pytest.raises(CdcError, match="failpoint"):
+        pipeline.apply()
+    monkeypatch.delenv("AIRFLOW_CDC_FAILPOINT")
+    assert pipeline.target_rows("SELECT count(*) FROM public.t WHERE id = 100") == [(1,)]
+    restore_target(target_server, pipeline, f"{pipeline.name}_backup")
+    assert pipeline.target_rows("SELECT count(*) FROM public.t WHERE id = 100") == [(0,)]
+    assert_healed(pipeline)
+
+
+def test_a_record_that_is_gone(make_pipeline: Make) -> None:
+    """What nothing vouches for is not continued, nor taken for ours: the pipeline begins anew, as the messages say."""
+    pipeline = make_pipeline()
+    pipeline.source(*LOST)
+    pipeline.target("DROP SCHEMA airflow_cdc CASCADE")
+    with pytest.raises(GateClosed, match="no commit record") as missing:
+        pipeline.apply()
+    assert "airflow-cdc provision" in missing.value.solution
+    with pytest.raises(GateClosed, match="no commit record"):
+        provisioning.start_over(pipeline.pipeline, takeover=False)
+    with pytest.raises(ForeignTable, match=r"public\.t exists and has rows"):
+        pipeline.provision()
+    pipeline.target("TRUNCATE public.t")
+    with pytest.raises(GateClosed, match="the sink has no record") as slot:
+        pipeline.provision()
+    drop = re.search(r"SELECT pg_drop_replication_slot\('\w+'\)", slot.value.solution)
+    assert drop
+    pipeline.source(drop[0])
+    pipeline.provision()
+    pipeline.copy()
+    assert_healed(pipeline)
+
+
+def test_a_record_that_is_not_whole(make_pipeline: Make) -> None:
+    pipeline = make_pipeline()
+    pipeline.source(*LOST)
+    pipeline.target("ALTER TABLE airflow_cdc.chunks RENAME TO mislaid")
+    solution = refused(pipeline, GateClosed, r"lacks airflow_cdc\.chunks")
+    assert "backup" in solution
+    pipeline.target("ALTER TABLE airflow_cdc.mislaid RENAME TO chunks")
+    assert_healed(pipeline)
+
+
+# -- what may be lost ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_a_state_that_is_gone(make_pipeline: Make, mode: Mode) -> None:
+    pipeline = make_pipeline(mode)
+    pipeline.source(*LOST)
+    shutil.rmtree(pipeline.state)
+    assert_healed(pipeline)
+
+
+def test_a_checkpoint_is_kept_only_if_the_record_bears_it_out(make_pipeline: Make) -> None:
+    """It is a cursor: one ahead of the record would skip what has never been applied, so it is made anew."""
+    pipeline = make_pipeline()
+    checkpoint = pipeline.state / "checkpoint"
+    with run_part(pipeline.pipeline, "snapshot-0", None) as (run, record):
+        job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
+        for ahead, block, committed, kept in (
+            (0, 0, True, True),
+            (0, 0, False, True),
+            (-8, 0, True, True),
+            (-8, 0, False, False),
+            (8, 0, True, False),
+            (8, 0, False, False),
+            (0, 1, True, False),
+        ):
+            State(pipeline.pipeline.state).remove("checkpoint")
+            for folder in ("offsets", "commits"):
+                (checkpoint / folder).mkdir(parents=True)
+            offset = json.dumps(Position(record.applied + ahead, block).to_json())
+            (checkpoint / "offsets" / "7").write_text(f"v1\n{{}}\n{offset}")
+            if committed:
+                (checkpoint / "commits" / "7").write_text("v1\n{}")
+            job._discard_foreign_checkpoint()
+            assert checkpoint.exists() is kept, (ahead, block, committed)
+
+
+# -- a slot in other hands -----------------------------------------------------------------------------
+
+
+@contextmanager
+def foreign_reader(pipeline: PipelineUnderTest) -> Iterator[int]:
+    """A session of another program that streams from the pipeline's slot, and acknowledges nothing; gives its pid."""
+    names = pipeline.pipeline.source
+    reader = pq.PGconn.connect(f"{names.dsn}?replication=database&application_name=somebody".encode())
+    options = f"proto_version '1', publication_names '{names.publication}'"
+    try:
+        started = reader.exec_(f"START_REPLICATION SLOT {names.slot} LOGICAL 0/0 ({options})".encode())
+        assert started.status == pq.ExecStatus.COPY_BOTH, reader.error_message
+        yield reader.backend_pid
+    finally:
+        reader.finish()
+
+
+def test_a_slot_that_somebody_else_reads_from(make_pipeline: Make) -> None:
+    """The reader is named and left alone; commands that do not need the slot go on working."""
+    pipeline = make_pipeline()
+    active = f"SELECT active FROM pg_replication_slots WHERE slot_name = '{pipeline.pipeline.source.slot}'"
+    pipeline.source(*LOST)
+    before = pipeline.record
+    with foreign_reader(pipeline) as pid:
+        for command in (
+            pipeline.apply,
+            pipeline.provision,
+            lambda: commands.drop(pipeline.pipeline),
+            lambda: provisioning.start_over(pipeline.pipeline, takeover=False),
+        ):
+            with pytest.raises(SecondWriter, match=f"session {pid} of postgres, application 'somebody'") as named:
+                command()
+            assert f"pg_terminate_backend({pid})" in named.value.solution
+        assert commands.status(pipeline.pipeline)["slot"]["active"] is True
+        assert commands.stop(pipeline.pipeline) == {"asked": []}
+        assert commands.verify(pipeline.pipeline)["equal"] is False
+        assert pipeline.record.applied == before.applied
+        assert pipeline.source_rows(active) == [(True,)]
+        pipeline.source(f"SELECT pg_terminate_backend({pid})")
+        assert await_condition(lambda: pipeline.source_rows(active) == [(False,)], SECONDS)
+        assert_healed(pipeline)
+
+
+def test_a_walsender_that_an_earlier_run_has_left(make_pipeline: Make) -> None:
+    """It carries our name, so that the next run ends it."""
+    pipeline = make_pipeline()
+    names = pipeline.pipeline.source
+    pipeline.source(*LOST)
+    left = WalReader(names.dsn, names.slot, names.publication, pipeline.record.applied)
+    try:
+        active = f"SELECT active FROM pg_replication_slots WHERE slot_name = '{names.slot}'"
+        assert pipeline.source_rows(active) == [(True,)]
+        assert_healed(pipeline)
+    finally:
+        left.close()
