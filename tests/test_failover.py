@@ -1,0 +1,215 @@
+"""The source fails over to a standby: followed where nothing is missing, refused where something is.
+
+A promoted standby is on another timeline. It continues the slot only if the slot was synchronised to it (Postgres 17 and
+newer), and the sink only if everything that was applied, and every chunk's H, lies before the point where it left the
+old timeline. What comes after was the old primary's alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition, find_free_port
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.errors import GateClosed, StreamFailed
+from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.timeline import Switch, left_at, parse_history, read_history
+from tests.conftest import Databases, ServerMaker
+from tests.pipelines import SECONDS, PipelineUnderTest, apply_stream, execute, query_rows
+from tests.test_repairs import assert_healed, carry_out, refused
+
+pytestmark = pytest.mark.slow
+
+TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"
+ROWS = "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 20) n"
+
+
+@pytest.fixture
+def primary(make_server: ServerMaker) -> PostgresServer:
+    """A Postgres 18 that keeps the log for a standby."""
+    server = make_server("18")
+    execute(server.dsn(), "SELECT pg_create_physical_replication_slot('standby', true)")
+    return server
+
+
+@pytest.fixture
+def standby(primary: PostgresServer, server_directory: Path) -> Iterator[PostgresServer]:
+    """A standby of the primary, running."""
+    directory = server_directory / f"standby{primary.port}"
+    directory.mkdir()
+    primary.account.own(directory)
+    server = PostgresServer(directory, primary.binaries, find_free_port(), primary.account)
+    subprocess.run(
+        [primary.binaries / "pg_basebackup", "-d", primary.dsn(), "-D", server.data_directory, "-c", "fast", "-N"],
+        check=True,
+        capture_output=True,
+        **primary.account.popen_arguments(),
+    )
+    settings = f"""
+port = {server.port}
+primary_conninfo = '{primary.dsn()}'
+primary_slot_name = 'standby'
+hot_standby_feedback = on
+wal_receiver_status_interval = 1
+wal_retrieve_retry_interval = 100
+"""
+    with (server.data_directory / "postgresql.conf").open("a") as file:
+        file.write(settings)
+    (server.data_directory / "standby.signal").touch()
+    primary.account.own(server.data_directory / "standby.signal")
+    server.start()
+    yield server
+    server.remove()
+
+
+@pytest.fixture
+def pipeline(primary: PostgresServer, databases: Databases, tmp_path: Path) -> PipelineUnderTest:
+    """A changelog whose stream has applied a change."""
+    pair = Databases(primary.dsn(), databases.target)
+    under_test = PipelineUnderTest(tmp_path, pair, ["public.t"], sink={"mode": "changelog"}, pipeline="failover")
+    under_test.source(TABLE, ROWS)
+    under_test.provision()
+    under_test.copy()
+    under_test.source("UPDATE public.t SET body = 'streamed' WHERE id = 1")
+    under_test.apply()
+    return under_test
+
+
+def synchronise(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
+    """Bring the slot to the standby, as a synchronisation worker there does now and then.
+
+    The standby takes over a slot only at a place that it can decode from, so the stream has to move on until there.
+    """
+    condition = f"FROM pg_replication_slots WHERE slot_name = '{pipeline.pipeline.source.slot}'"
+    primary, positions = pipeline.databases.source, f"SELECT restart_lsn, confirmed_flush_lsn {condition}"
+    with psycopg.connect(standby.dsn(), autocommit=True) as connection:
+
+        def done() -> bool:
+            pipeline.source("SELECT pg_log_standby_snapshot()")
+            pipeline.apply()
+            await_replay(pipeline, standby)
+            connection.execute("SELECT pg_sync_replication_slots()")
+            here = query_rows(standby.dsn(), f"{positions} AND synced AND NOT temporary")
+            return here == query_rows(primary, positions)
+
+        assert await_condition(done, SECONDS)
+
+
+def await_replay(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
+    """Wait until the standby has all of the primary's log."""
+    ((end,),) = pipeline.source_rows("SELECT pg_current_wal_flush_lsn()::text")
+    replayed = f"SELECT pg_last_wal_replay_lsn() >= '{end}'"
+    assert await_condition(lambda: query_rows(standby.dsn(), replayed) == [(True,)], SECONDS)
+
+
+def fail_over(pipeline: PipelineUnderTest, primary: PostgresServer, standby: PostgresServer) -> None:
+    """The primary dies, the standby is promoted, and the pipeline's source is the standby from now on."""
+    primary.kill()
+    execute(standby.dsn(), "SELECT pg_promote()")
+    move(pipeline, standby)
+
+
+def move(pipeline: PipelineUnderTest, server: PostgresServer) -> None:
+    """Point the pipeline at another server."""
+    pipeline.databases = Databases(server.dsn(), pipeline.databases.target)
+    pipeline.change(source={"dsn": server.dsn()})
+
+
+def test_a_failover_with_the_slot(
+    pipeline: PipelineUnderTest, primary: PostgresServer, standby: PostgresServer
+) -> None:
+    """The stream goes on where it was on the old timeline, and so does the filter of rows that have been read again."""
+    slot = pipeline.pipeline.source.slot
+    assert pipeline.source_rows(f"SELECT failover FROM pg_replication_slots WHERE slot_name = '{slot}'") == [(True,)]
+    synchronise(pipeline, standby)
+    pipeline.source("UPDATE public.t SET body = 'read again' WHERE id IN (2, 12)")
+    commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+    pipeline.source("UPDATE public.t SET body = 'not yet streamed' WHERE id IN (3, 13)")
+    await_replay(pipeline, standby)
+    record = pipeline.record
+    assert record.applied < record.high
+    assert record.identity["timeline"] == 1
+
+    move(pipeline, standby)
+    with pytest.raises(GateClosed, match="is a standby"):
+        apply_stream(pipeline.pipeline, record.applied)
+    fail_over(pipeline, primary, standby)
+    pipeline.source("UPDATE public.t SET body = 'after' WHERE id IN (4, 14)")
+    pipeline.apply()
+    pipeline.assert_verified()
+    assert pipeline.record.identity["timeline"] == 2
+    assert [switch.timeline for switch in read_history(standby.dsn(), 2)] == [1]
+    # Each change once, and none of what had been read again.
+    changes = pipeline.target_rows("SELECT id FROM public.t WHERE _op = 'u' AND body <> 'streamed' ORDER BY 1")
+    assert [key for (key,) in changes] == [3, 4, 13, 14]
+    commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+    assert_healed(pipeline)
+
+
+def without_slot(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
+    await_replay(pipeline, standby)
+
+
+def applied_more(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
+    """The sink gets what the standby has not got, before the primary dies."""
+    synchronise(pipeline, standby)
+    standby.stop()
+    pipeline.source("UPDATE public.t SET body = 'only on the old primary' WHERE id = 7")
+    pipeline.apply()
+
+
+def read_more(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
+    """Rows are read again that the standby has not got; nothing is applied after."""
+    synchronise(pipeline, standby)
+    standby.stop()
+    pipeline.source("UPDATE public.t SET body = 'only on the old primary' WHERE id = 7")
+    commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        (without_slot, "a standby without the slot has been promoted"),
+        (applied_more, r"timeline 1, of which the sink has .*, was left at"),
+        (read_more, r"timeline 1, of which the sink has .*, was left at"),
+    ],
+    ids=["slot not synchronised", "sink ahead of the switch", "read ahead of the switch"],
+)
+def test_a_failover_that_leaves_something_behind(
+    pipeline: PipelineUnderTest,
+    primary: PostgresServer,
+    standby: PostgresServer,
+    before: Callable[[PipelineUnderTest, PostgresServer], None],
+    words: str,
+) -> None:
+    before(pipeline, standby)
+    primary.kill()
+    standby.start()
+    fail_over(pipeline, primary, standby)
+    # The log of the new timeline passes what the sink has, so that positions alone tell nothing.
+    pipeline.source("UPDATE public.t SET body = 'lost' WHERE id IN (2, 3)", "DELETE FROM public.t WHERE id = 3")
+    pipeline.source("INSERT INTO public.t VALUES (100, 'lost')", "SELECT pg_switch_wal()", "CREATE TABLE public.x ()")
+    ((end,),) = pipeline.source_rows("SELECT pg_current_wal_flush_lsn()::text")
+    assert parse_lsn(end) > max(pipeline.record.applied, pipeline.record.high)
+    solution = refused(pipeline, GateClosed, words)
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+
+
+def test_a_history_file() -> None:
+    text = "1\t0/3000158\tno recovery target specified\n\n# a comment\n3\t2/A0\tbefore 2000-01-01 00:00:00+00\n"
+    history = parse_history(text)
+    assert history == (Switch(1, 0x3000158), Switch(3, 0x2000000A0))
+    assert [left_at(history, timeline) for timeline in (1, 2, 3)] == [0x3000158, None, 0x2000000A0]
+    with pytest.raises(ValueError, match="invalid literal"):
+        parse_history("no history\n")
+
+
+def test_a_history_that_the_server_does_not_have(databases: Databases) -> None:
+    with pytest.raises(StreamFailed, match="history of timeline 7"):
+        read_history(databases.source, 7)

@@ -1,0 +1,134 @@
+"""Two runs of one pipeline: who may go on, and what becomes of the one that was stopped and comes back.
+
+The other run is a process of its own, which a failpoint halts with SIGSTOP, at the places where it is dangerous: with a
+unit staged, in the sink's transaction, and with the unit committed but not acknowledged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.errors import SecondWriter
+from airflow_cdc_provider.engine.sinks import postgres_record
+from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+from tests.conftest import Databases
+from tests.pipelines import SECONDS, PipelineUnderTest
+
+pytestmark = pytest.mark.slow
+
+TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"
+ROWS = "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 20) n"
+ROOT = Path(__file__).parent.parent
+STREAM = """
+import sys
+from airflow_cdc_provider.engine.config import Pipeline
+from tests.pipelines import apply_stream
+try:
+    apply_stream(Pipeline.load(sys.argv[1]), int(sys.argv[2]))
+except Exception as e:
+    print(type(e).__name__)
+"""
+
+
+@pytest.fixture
+def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
+    """A changelog whose snapshot is done: what is applied twice stands there twice."""
+    under_test = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": "changelog"})
+    under_test.source(TABLE, ROWS)
+    under_test.provision()
+    under_test.copy()
+    return under_test
+
+
+@pytest.fixture
+def halted(pipeline: PipelineUnderTest, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A stream that has been halted at the failpoint that is the fixture's parameter."""
+    pipeline.source("UPDATE public.t SET body = 'changed' WHERE id <= 5")
+    stream = subprocess.Popen(
+        [sys.executable, "-c", STREAM, str(pipeline.file), str(pipeline.marker())],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "AIRFLOW_CDC_FAILPOINT": f"{request.param}:pause"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    process = psutil.Process(stream.pid)
+    try:
+        assert await_condition(lambda: process.status() == psutil.STATUS_STOPPED, SECONDS)
+        yield stream
+    finally:
+        stream.kill()
+        stream.communicate()
+
+
+@pytest.mark.parametrize(
+    ("halted", "committed", "end"),
+    [
+        ("before-batch-commit", False, "Fenced"),
+        ("in-batch-commit", False, "OperationalError"),  # its session has been ended, since it held the epoch's row
+        ("after-batch-commit", True, "StreamFailed"),
+    ],
+    indirect=["halted"],
+)
+def test_a_run_that_is_halted_and_comes_back(
+    pipeline: PipelineUnderTest,
+    halted: subprocess.Popen[str],
+    committed: bool,
+    end: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It lives, so it is in the way until somebody takes over; then whatever it still does is refused by the sink."""
+    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 1.0)
+    with pytest.raises(SecondWriter, match=f"process {halted.pid}") as refused:
+        pipeline.apply()
+    assert "--takeover" in refused.value.solution
+    changed = "SELECT count(*) FROM public.t WHERE body = 'changed'"
+    assert pipeline.target_rows(changed) == [(5 if committed else 0,)]
+
+    commands.provision(pipeline.pipeline, takeover=True)
+    # Overtaken once, it is in nobody's way any more, although it lives.
+    pipeline.apply()
+    assert pipeline.target_rows(changed) == [(5,)]
+    pipeline.source("UPDATE public.t SET body = 'later' WHERE id = 1")
+    pipeline.apply()
+
+    halted.send_signal(signal.SIGCONT)
+    said, _ = halted.communicate(timeout=SECONDS)
+    assert said.strip() == end
+    pipeline.apply()
+    assert pipeline.target_rows(changed) == [(5,)]
+    assert pipeline.target_rows("SELECT _op::text, body FROM public.t WHERE id = 1 ORDER BY _commit_lsn, _seq") == [
+        ("r", "row 1"),
+        ("u", "changed"),
+        ("u", "later"),
+    ]
+    pipeline.assert_verified()
+
+
+@pytest.mark.parametrize(("age", "refused"), [(1.0, True), (STALE_SECONDS + 1, False)])
+def test_a_heartbeat_of_another_host(pipeline: PipelineUnderTest, age: float, refused: bool) -> None:
+    """Its process cannot be asked, so its age decides; a stale one is overtaken without being told to."""
+    state, epoch = State(pipeline.pipeline.state), pipeline.record.epoch
+    elsewhere = dataclasses.replace(Owner.this(), host="elsewhere/1")
+    write_heartbeat(state, Heartbeat(elsewhere, "stream", epoch, time.time() - age, False, {}))
+    assert len(read_heartbeats(state)) == 1
+    if refused:
+        with pytest.raises(SecondWriter, match="elsewhere"):
+            pipeline.apply()
+        assert pipeline.record.epoch == epoch
+        return
+    pipeline.source("UPDATE public.t SET body = 'changed' WHERE id <= 5")
+    pipeline.apply()
+    assert pipeline.record.epoch == epoch + 1
+    pipeline.assert_verified()
