@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.stream import StreamJob
 from airflow_cdc_provider.engine.wal import WalReader
-from tests.conftest import Databases, create_database, drop_database
+from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.pipelines import SECONDS, PipelineUnderTest, execute
 
 pytestmark = pytest.mark.slow
@@ -284,6 +284,67 @@ def test_a_table_that_is_dropped_at_the_target_in_the_middle_of_the_copy(make_pi
     pipeline.source(*LOST)
     pipeline.target("DROP TABLE public.t")
     solution = refused(pipeline, GateClosed, "no longer exist")
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+
+
+# -- log that is gone ----------------------------------------------------------------------------------
+
+
+def write_log(pipeline: PipelineUnderTest, megabytes: int) -> None:
+    """Write log that no captured table is in, and let the server remove what it need not keep."""
+    for _ in range(megabytes):
+        pipeline.source("SELECT pg_logical_emit_message(false, 'filler', repeat('x', 1 << 20))")
+    pipeline.source("SELECT pg_switch_wal()", "CHECKPOINT")
+
+
+def wal_status(pipeline: PipelineUnderTest) -> str:
+    return str(commands.status(pipeline.pipeline)["slot"]["wal_status"])
+
+
+def test_a_slot_that_has_lost_its_log(make_pipeline: Make, make_server: ServerMaker) -> None:
+    settings = {"max_slot_wal_keep_size": "2MB", "min_wal_size": "32MB", "max_wal_size": "32MB"}
+    pipeline = make_pipeline("changelog", make_server(settings=settings))
+    pipeline.source(*LOST)
+    write_log(pipeline, 40)
+    assert wal_status(pipeline) == "lost"
+    solution = refused(pipeline, GateClosed, r"has lost the log it needs \(wal_status = lost")
+    assert "max_slot_wal_keep_size" in solution
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+
+
+def test_a_slot_that_is_about_to_lose_its_log(
+    make_pipeline: Make, make_server: ServerMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is lost yet, and nothing but going on can keep it so: a warning, and the stream catches up."""
+    server = make_server(settings={"max_slot_wal_keep_size": "1MB", "checkpoint_timeout": "1h", "max_wal_size": "4GB"})
+    pipeline = make_pipeline("changelog", server)
+    pipeline.source(*LOST)
+    for _ in range(40):
+        pipeline.source("SELECT pg_logical_emit_message(false, 'filler', repeat('x', 1 << 20))")
+    assert wal_status(pipeline) == "unreserved"
+    assert_healed(pipeline)
+    assert "wal_status = unreserved" in caplog.text
+    pipeline.source("SELECT pg_log_standby_snapshot()")
+    pipeline.apply()
+    assert wal_status(pipeline) == "reserved"
+
+
+def test_a_slot_that_has_been_invalidated(make_pipeline: Make, make_server: ServerMaker) -> None:
+    """Postgres 18 gives up slots that nobody has used for a while."""
+    pipeline = make_pipeline("changelog", make_server("18", {"idle_replication_slot_timeout": "1s"}))
+    pipeline.source(*LOST)
+    query = f"SELECT invalidation_reason FROM pg_replication_slots WHERE slot_name = '{pipeline.pipeline.source.slot}'"
+
+    def invalidated() -> bool:
+        pipeline.source("CHECKPOINT")
+        return pipeline.source_rows(query) == [("idle_timeout",)]
+
+    assert await_condition(invalidated, SECONDS)
+    solution = refused(pipeline, GateClosed, "lost, idle_timeout")
+    assert "idle_replication_slot_timeout" in solution
+    pipeline.source("ALTER SYSTEM SET idle_replication_slot_timeout = 0", "SELECT pg_reload_conf()")
     carry_out(pipeline, solution)
     assert_healed(pipeline)
 
