@@ -20,9 +20,9 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from airflow_cdc_provider.engine import commands, provisioning, slot
+from airflow_cdc_provider.engine import commands, slot
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, StreamFailed
+from airflow_cdc_provider.engine.errors import Blocked, Fenced, StreamFailed
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.reading import SnapshotReader
 from airflow_cdc_provider.engine.run import sink_of
@@ -642,49 +642,6 @@ def test_a_chunk_is_committed_once(make_pipeline: Make) -> None:
 
 
 # -- the gate ------------------------------------------------------------------------------------------
-
-LOSSES: dict[str, tuple[str, ...]] = {
-    "slot dropped": ("SELECT pg_drop_replication_slot('{slot}')",),
-    "slot made again": (
-        "SELECT pg_drop_replication_slot('{slot}')",
-        "SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')",
-    ),
-    "slot advanced": ("SELECT pg_replication_slot_advance('{slot}', pg_current_wal_flush_lsn())",),
-    "publication made again": (
-        "DROP PUBLICATION {publication}",
-        "CREATE PUBLICATION {publication} FOR TABLE public.t",
-    ),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_a_loss_is_refused_and_repaired(make_pipeline: Make, loss: tuple[str, ...]) -> None:
-    pipeline = make_pipeline()
-    pipeline.provision()
-    pipeline.copy()
-    pipeline.source("UPDATE public.t SET body = 'streamed' WHERE id = 1")
-    pipeline.apply()
-    names = pipeline.pipeline.source
-    pipeline.source(
-        "UPDATE public.t SET body = 'lost' WHERE id = 2",
-        "DELETE FROM public.t WHERE id = 3",
-        "INSERT INTO public.t VALUES (100, 'lost', NULL)",
-        *(statement.format(slot=names.slot, publication=names.publication) for statement in loss),
-    )
-    before = pipeline.target_rows("TABLE public.t ORDER BY id")
-    with pytest.raises(GateClosed) as refused:
-        pipeline.apply()
-    assert "resnapshot --all" in refused.value.solution
-    with pytest.raises(GateClosed):
-        pipeline.provision()
-    assert pipeline.target_rows("TABLE public.t ORDER BY id") == before
-
-    provisioning.start_over(pipeline.pipeline, takeover=False)
-    assert pipeline.target_rows("TABLE public.t ORDER BY id") == before
-    pipeline.copy()
-    pipeline.source("UPDATE public.t SET body = 'again' WHERE id = 4")
-    pipeline.apply()
-    pipeline.assert_equal()
 
 
 @pytest.mark.spark

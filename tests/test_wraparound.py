@@ -1,6 +1,6 @@
 """Transaction ids past 2^32: pgoutput sends their low 32 bits, snapshots have all 64.
 
-A cluster is moved to just below the wrap with ``pg_resetwal``; then ids are used up while chunks are being read, so that the
+A cluster is moved to just below the wrap with ``pg_resetwal``; then ids are used up while chunks are read, so that the
 snapshots of one table lie on both sides of the wrap, and transactions are open across it.
 """
 
