@@ -28,6 +28,7 @@ import yaml
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
@@ -384,15 +385,16 @@ class _Pieces:
         return _Collected(stage(iter(self._batches)))
 
 
-def apply_stream(pipeline: Pipeline, until: int) -> None:
+def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None:
     """Follow the log until ``until`` is applied and acknowledged: the stream job, without Spark's scheduler.
 
     Gate and epoch, slot reader, cuts, staging, commit and re-reads are the engine's own; what is missing is that
     tasks run elsewhere, and the checkpoint, which is a cursor.
 
     :param until: end LSN of a marker.
+    :param takeover: go on although another run is alive.
     """
-    with run_part(pipeline, "stream", None) as (run, record):
+    with run_part(pipeline, "stream", None, takeover) as (run, record):
         job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
         reader = SlotStreamReader(job._source_options())
         try:
@@ -408,8 +410,10 @@ def _follow(pipeline: Pipeline, job: StreamJob, reader: SlotStreamReader, until:
     def passed() -> bool:
         nonlocal start, number
         end = reader.latestOffset(start, limit)
+        if Position.from_json(start).lsn >= until:
+            return True
         if end == start:
-            return existing_record(pipeline).applied >= until
+            return False
         partitions = reader.partitions(start, end)
         job._batch(_Pieces([batch for partition in partitions for batch in reader.read(partition)]), number)  # type: ignore[arg-type]
         start, number = end, number + 1

@@ -9,10 +9,6 @@ write on the source.
 
 from __future__ import annotations
 
-import contextlib
-import random
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,32 +17,9 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo import shop
+from tests.audited import AUDITED, assert_exactly_once, writing
 from tests.conftest import Databases
 from tests.pipelines import Command, PipelineUnderTest
-
-BIG = "(SELECT string_agg(md5({} || '.' || i), '') FROM generate_series(1, 260) i)"
-AUDITED = f"""
-CREATE TABLE public.t (id int PRIMARY KEY, body text, big text);
-INSERT INTO public.t SELECT n, 'row ' || n, CASE WHEN n % 10 = 0 THEN {BIG.format("n")} END
-FROM generate_series(1, 2000) n;
-CREATE TABLE public.audit (n bigserial PRIMARY KEY, xid xid8 NOT NULL, op text NOT NULL, old_id int, new_id int);
-CREATE FUNCTION public.audit() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    INSERT INTO public.audit (xid, op, old_id, new_id)
-    VALUES (pg_current_xact_id(), lower(left(TG_OP, 1)), OLD.id, NEW.id);
-    RETURN NULL;
-END $$;
-CREATE TRIGGER audit AFTER INSERT OR UPDATE OR DELETE ON public.t FOR EACH ROW EXECUTE FUNCTION public.audit();
-"""
-STATEMENTS = (
-    "INSERT INTO public.t VALUES (%(new)s, 'inserted', NULL)",
-    f"INSERT INTO public.t VALUES (%(new)s, 'inserted big', {BIG.format('%(new)s')})",
-    "UPDATE public.t SET body = body || '+' WHERE id = %(id)s",
-    "UPDATE public.t SET body = body || '*' WHERE id %% 10 = 0 AND id >= %(id)s AND id < %(id)s + 20",
-    "UPDATE public.t SET id = %(new)s WHERE id = %(id)s",
-    "UPDATE public.t SET id = %(free)s WHERE id = %(id)s AND NOT EXISTS (SELECT FROM public.t WHERE id = %(free)s)",
-    "DELETE FROM public.t WHERE id = %(id)s",
-)
 
 
 @pytest.fixture
@@ -61,58 +34,6 @@ def make_pipeline(databases: Databases, tmp_path: Path) -> Iterator[Any]:
     yield make
     for pipeline in made:
         pipeline.end_commands()
-
-
-class Writer(threading.Thread):
-    """A session that changes ``public.t`` all the time, in transactions of one to four statements.
-
-    :param lane: of the keys that it gives to new rows, so that two writers never want the same.
-    """
-
-    def __init__(self, dsn: str, lane: int) -> None:
-        super().__init__(name=f"writer {lane}", daemon=True)
-        self._dsn = dsn
-        self._random = random.Random(lane)
-        self._lane = lane
-        self._halt = threading.Event()
-        self.transactions = 0
-        self.failure: Exception | None = None
-
-    def run(self) -> None:
-        new = 10_000 + self._lane
-        try:
-            with psycopg.connect(self._dsn, autocommit=True) as connection:
-                while not self._halt.wait(self._random.uniform(0.0, 0.03)):
-                    with contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected):
-                        with connection.transaction(force_rollback=self._random.random() < 0.05):
-                            for _ in range(self._random.randint(1, 4)):
-                                new += 2
-                                key, free = self._random.randint(1, 2200), self._random.randint(1, 2200)
-                                values = {"new": new, "id": key, "free": free}
-                                connection.execute(self._random.choice(STATEMENTS), values)
-                        self.transactions += 1
-        except Exception as e:
-            self.failure = e
-
-    def stop(self) -> None:
-        """End after the transaction at hand; raise what has ended it before."""
-        self._halt.set()
-        self.join()
-        if self.failure is not None:
-            raise self.failure
-
-
-@contextlib.contextmanager
-def writing(dsn: str) -> Iterator[list[Writer]]:
-    """Two writers at work, whose transactions overlap."""
-    writers = [Writer(dsn, lane) for lane in range(2)]
-    for writer in writers:
-        writer.start()
-    try:
-        yield writers
-    finally:
-        for writer in writers:
-            writer.stop()
 
 
 def kill_when_paused(command: Command, count: int) -> None:
@@ -237,37 +158,3 @@ def test_a_changelog(make_pipeline: Any) -> None:
     assert staging_tables(pipeline) == []
     assert_exactly_once(pipeline)
     assert pipeline.json("verify")["equal"] is True
-
-
-def assert_exactly_once(pipeline: PipelineUnderTest) -> None:
-    """Snapshot rows stand once a key, changes once each: those that the chunk of their key does not contain.
-
-    Which these are is told by the audit trail, and by Postgres's own function for the visibility in a snapshot.
-    """
-    repeated = "SELECT _commit_lsn, _seq, _xid FROM public.t WHERE _op <> 'r' GROUP BY 1, 2, 3 HAVING count(*) > 1"
-    assert pipeline.target_rows(repeated) == []
-    assert pipeline.target_rows("SELECT id FROM public.t WHERE _op = 'r' GROUP BY 1 HAVING count(*) > 1") == []
-    copied = sum(chunk.rows for chunk in pipeline.record.chunks)
-    assert pipeline.target_rows("SELECT count(*) FROM public.t WHERE _op = 'r'") == [(copied,)]
-
-    chunks = ", ".join(
-        f"({c.chunk.lower[0] if c.chunk.lower else 'NULL'}::int, {c.chunk.upper[0] if c.chunk.upper else 'NULL'}::int,"
-        f" '{c.watermark.snapshot}'::pg_snapshot)"
-        for c in pipeline.record.chunks
-        if c.watermark is not None
-    )
-    half = (
-        "EXISTS (SELECT FROM chunk WHERE {0} >= coalesce(lower, {0}) AND (upper IS NULL OR {0} < upper)"
-        " AND NOT pg_visible_in_snapshot(xid, snapshot))"
-    )
-    expected = pipeline.source_rows(
-        f"WITH chunk (lower, upper, snapshot) AS (VALUES {chunks}), halves AS ("
-        f" SELECT *, {half.format('old_id')} AS erased, {half.format('new_id')} AS written FROM public.audit)"
-        " SELECT xid::text::bigint,"
-        " CASE WHEN op <> 'u' OR erased AND written THEN op WHEN erased THEN 'd' ELSE 'i' END,"
-        " CASE WHEN written THEN new_id ELSE old_id END FROM halves WHERE erased OR written"
-    )
-    found = pipeline.target_rows("SELECT _xid, _op::text, id FROM public.t WHERE _op <> 'r'")
-    assert len(expected) > 100
-    lost, surplus = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
-    assert (lost, surplus) == (Counter(), Counter())

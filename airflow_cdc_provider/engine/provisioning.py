@@ -8,6 +8,7 @@ applied LSN. What is found in place is verified, not made again.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +19,11 @@ from airflow_cdc_provider.engine.catalog import Table, resolve
 from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected
-from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, GateClosed
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import gate, require_primary
 from airflow_cdc_provider.engine.publication import create_publication, drop_publication
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS
 from airflow_cdc_provider.engine.run import (
     existing_record,
     note_passage,
@@ -120,10 +122,13 @@ def _new_slot(
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Make publication and slot anew and pass the barrier; gives the source's identity and the consistent point.
 
-    What fails half-way, or in the block, is taken back; what is killed half-way is removed by the next try.
+    What fails half-way, or in the block, is taken back, unless the block has written the record, or another run has
+    begun to do the same meanwhile; what is killed half-way is removed by the next try.
     """
+    consistent = None
     names = pipeline.source
-    state.write(_PROVISIONING, {"slot": names.slot})
+    ours = {"slot": names.slot, "attempt": uuid.uuid4().hex}
+    state.write(_PROVISIONING, ours)
     slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
     _refuse_taken_slot(source, names.slot)
     created = create_publication(source, names.publication, tables)
@@ -133,11 +138,25 @@ def _new_slot(
         identity = slot.read_identity(source, names.slot, names.publication).to_dict()
         yield identity | {"created_publication": created, "mode": pipeline.sink.mode}, consistent
     except BaseException:
-        slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
-        if created:
-            drop_publication(source, names.publication)
-        state.remove(_PROVISIONING)
+        if state.read(_PROVISIONING) == ours and not _may_be_recorded(pipeline, consistent):
+            slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
+            if created:
+                drop_publication(source, names.publication)
+            state.remove(_PROVISIONING)
         raise
+
+
+def _may_be_recorded(pipeline: Pipeline, consistent: int | None) -> bool:
+    """Whether the sink's record relies on the slot with this consistent point, as far as the sink can be asked."""
+    if consistent is None:
+        return False
+    try:
+        record = sink_of(pipeline).record()
+    except CdcError:
+        return True
+    except DRIVER_ERRORS:
+        return True
+    return record is not None and record.applied == consistent
 
 
 def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, state: State) -> None:

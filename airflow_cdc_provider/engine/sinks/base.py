@@ -159,6 +159,7 @@ class Sink(Protocol):
 
         :param chunks: of the targets, unfinished.
         :raises ForeignTable: when a target table has rows that are not ours, or not our key.
+        :raises SecondWriter: when there is a record with another applied LSN or identity.
         """
 
     def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:

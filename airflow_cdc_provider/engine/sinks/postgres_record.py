@@ -9,10 +9,10 @@ commit after the new one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psycopg2
 from psycopg2 import sql
@@ -20,7 +20,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, row, rows, scalar
-from airflow_cdc_provider.engine.errors import Fenced, GateClosed
+from airflow_cdc_provider.engine.errors import Fenced, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
@@ -35,6 +35,8 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 
 COMMIT_SECONDS = 30.0
 """How long a commit in flight is waited for when the epoch is taken, before its session is ended."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,18 @@ class PostgresRecord:
         consistent_point: int,
     ) -> None:
         """See :meth:`.base.Sink.prepare`."""
+        self._insistently(lambda: self._prepare(targets, chunks, identity, consistent_point))
+        failpoint("after-plan")
+
+    def _prepare(
+        self,
+        targets: Sequence[Target],
+        chunks: Sequence[Chunk],
+        identity: Mapping[str, Any],
+        consistent_point: int,
+    ) -> None:
         with self._transaction() as connection:
+            self._limit_waiting(connection)
             create_record_tables(connection)
             rows(
                 connection,
@@ -66,12 +79,17 @@ class PostgresRecord:
                 " VALUES (%s, 0, '', %s, %s) ON CONFLICT (pipeline) DO NOTHING",
                 [self.pipeline, format_lsn(consistent_point), json.dumps(identity)],
             )
+            query = "SELECT applied_lsn::text, source FROM airflow_cdc.pipelines WHERE pipeline = %s"
+            if row(connection, query, [self.pipeline]) != (format_lsn(consistent_point), dict(identity)):
+                raise SecondWriter(
+                    f"another run has provisioned pipeline {self.pipeline} meanwhile",
+                    "Nothing to do if the other run is meant; otherwise stop it and start again.",
+                )
             for target in targets:
                 prepare_target(connection, self.pipeline, self.mode, target)
             for chunk in chunks:
                 self._plan(connection, chunk)
             failpoint("before-plan")
-        failpoint("after-plan")
 
     def _plan(self, connection: Connection, chunk: Chunk) -> None:
         rows(
@@ -169,19 +187,27 @@ class PostgresRecord:
     def take_epoch(self, owner: str) -> int:
         """See :meth:`.base.Sink.take_epoch`."""
         failpoint("before-epoch")
-        try:
-            epoch = self._next_epoch(owner)
-        except psycopg2.errors.LockNotAvailable:
-            self._end_sessions()
-            epoch = self._next_epoch(owner)
+        epoch = self._insistently(lambda: self._next_epoch(owner))
         failpoint("after-epoch")
         return epoch
 
     def _next_epoch(self, owner: str) -> int:
         with self._transaction() as connection:
-            rows(connection, "SELECT set_config('lock_timeout', %s, true)", [f"{int(COMMIT_SECONDS * 1000)}ms"])
+            self._limit_waiting(connection)
             query = "UPDATE airflow_cdc.pipelines SET epoch = epoch + 1, owner = %s WHERE pipeline = %s RETURNING epoch"
             return int(scalar(connection, query, [owner, self.pipeline]))
+
+    @staticmethod
+    def _limit_waiting(connection: Connection) -> None:
+        rows(connection, "SELECT set_config('lock_timeout', %s, true)", [f"{int(COMMIT_SECONDS * 1000)}ms"])
+
+    def _insistently(self, step: Callable[[], T]) -> T:
+        """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""
+        try:
+            return step()
+        except psycopg2.errors.LockNotAvailable:
+            self._end_sessions()
+            return step()
 
     def _end_sessions(self) -> None:
         """End what an earlier run has left: a paused process or a lost host would hold the epoch for hours."""

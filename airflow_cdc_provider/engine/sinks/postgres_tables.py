@@ -83,8 +83,10 @@ _TEXT_ONLY = frozenset(
 def create_record_tables(connection: Connection) -> None:
     """Create the tables of the commit record, where they are not there yet.
 
-    ``IF NOT EXISTS`` alone would ask for the privilege to create a schema even when a DBA has created it.
+    ``IF NOT EXISTS`` alone would ask for the privilege to create a schema even when a DBA has created it, and fails
+    when two pipelines begin at once; so they do it one after the other, until their transactions end.
     """
+    rows(connection, "SELECT pg_advisory_xact_lock(hashtext('airflow_cdc'))")
     if scalar(connection, "SELECT to_regnamespace('airflow_cdc')") is None:
         rows(connection, "CREATE SCHEMA airflow_cdc")
     rows(connection, _RECORD_TABLES)

@@ -1,0 +1,116 @@
+"""A walk over all failpoints: at each the run breaks off, dies, or is overtaken while it stands still; then it goes on.
+
+Writers are at work all the while. Each case is a mirror and a changelog of the same table side by side: in the end the
+mirror equals the source, and the changelog holds each change once. The runs are processes without Spark; the places
+where Spark matters are killed with it in ``test_crashes.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import airflow_cdc_provider
+from airflow_cdc_provider.engine.errors import Failpoint
+from airflow_cdc_provider.engine.failpoint import VARIABLE, failpoint
+from tests.audited import AUDITED, assert_exactly_once, writing
+from tests.conftest import Databases
+from tests.pipelines import PipelineUnderTest
+from tests.sparkless import DONE, FAILED, SparklessRun
+
+pytestmark = pytest.mark.slow
+
+PLACES = sorted(
+    {
+        name
+        for path in Path(airflow_cdc_provider.__file__).parent.rglob("*.py")
+        for name in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))
+    }
+)
+CODES = {"error": FAILED, "kill": -9}
+
+
+@pytest.fixture
+def pipelines(databases: Databases, tmp_path: Path) -> list[PipelineUnderTest]:
+    """A mirror and a changelog of ``public.t``, in three chunks."""
+    made = []
+    for mode in ("mirror", "changelog"):
+        directory = tmp_path / mode
+        directory.mkdir()
+        pipeline = PipelineUnderTest(
+            directory,
+            databases,
+            ["public.t"],
+            sink={"mode": mode, "schema": mode},
+            snapshot={"chunk_rows": 800},
+            stream={"max_batch_bytes": "256KiB"},
+        )
+        pipeline.name = f"{databases.source.rpartition('/')[2]}_{mode}"
+        pipeline.change(pipeline=pipeline.name)
+        made.append(pipeline)
+    made[0].source(AUDITED)
+    return made
+
+
+def rereads(place: str) -> tuple[str, ...]:
+    return ("public.t",) if "reread" in place else ()
+
+
+def check(pipelines: list[PipelineUnderTest]) -> None:
+    """Bring both up to date; the mirror is the source, the changelog has everything once."""
+    for pipeline in pipelines:
+        pipeline.apply()
+        if pipeline.pipeline.sink.mode == "mirror":
+            assert pipeline.target_rows("TABLE mirror.t ORDER BY 1") == pipeline.source_rows(
+                "TABLE public.t ORDER BY 1"
+            )
+        else:
+            assert_exactly_once(pipeline, "changelog.t", least=10)
+        pipeline.assert_verified()
+
+
+@pytest.mark.parametrize("action", CODES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_ends_there(pipelines: list[PipelineUnderTest], place: str, action: str) -> None:
+    if rereads(place):
+        del pipelines[1]  # a changelog says that rows are read again; the audit trail does not know
+    # Of chunks the second, so that there is one that must stay as it is.
+    armed = f"{place}:{action}:2" if "-chunk-" in place else f"{place}:{action}"
+    with writing(pipelines[0].databases.source):
+        broken = [SparklessRun(pipeline.file, armed, rereads(place)) for pipeline in pipelines]
+        ended = [(run.wait(), run.message) for run in broken]
+        assert all(code == CODES[action] and ("Failpoint" in message or code < 0) for code, message in ended), ended
+        again = [SparklessRun(pipeline.file) for pipeline in pipelines]
+        assert [(run.wait(), run.message) for run in again] == [(DONE, "")] * len(pipelines)
+    check(pipelines)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_is_overtaken_there(pipelines: list[PipelineUnderTest], place: str) -> None:
+    """What it does when it wakes up must do no harm: it is fenced, or has nothing left to do."""
+    del pipelines[0 if not rereads(place) else 1]
+    (pipeline,) = pipelines
+    with writing(pipeline.databases.source):
+        paused = SparklessRun(pipeline.file, f"{place}:pause", rereads(place))
+        try:
+            paused.await_pause()
+            overtaking = SparklessRun(pipeline.file, takeover=True)
+            assert (overtaking.wait(), overtaking.message) == (DONE, "")
+        finally:
+            paused.resume()
+        assert paused.wait() in (DONE, FAILED)
+        after = SparklessRun(pipeline.file)
+        assert (after.wait(), after.message) == (DONE, "")
+    check(pipelines)
+
+
+def test_a_failpoint_fires_at_the_pass_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "here:error:3")
+    failpoint("here")
+    failpoint("elsewhere")
+    failpoint("here")
+    with pytest.raises(Failpoint, match="here"):
+        failpoint("here")
+    failpoint("here")
