@@ -1,0 +1,156 @@
+"""Fixed seeds of the torture checker, and proof that its checks can fail: a history that has been tampered with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.torture.checks import Versions, acknowledged_early, violations
+from tests.torture.history import Change, Entry, History, Reading, Sight, Transaction
+from tests.torture.nemesis import ACTIONS, schedule
+from tests.torture.ordeal import torture
+from tests.torture.schema import tables
+
+T = "public.t"
+TOTAL = 100
+
+
+def change(op: str, old: int | None, new: int | None, digest: int | None = None) -> Change:
+    keys = [None if n is None else f"k{n}" for n in (old, new)]
+    return Change(T, op, keys[0], keys[1], old, new, digest, digest)
+
+
+TRANSACTIONS = [
+    Transaction(7, 100, 110, (change("i", None, 1, 11), change("i", None, 2, 12))),
+    Transaction(8, 200, 210, (change("u", 1, 1, 21), change("u", 2, 3, 22))),
+    Transaction(9, 300, 310, (change("d", 1, None),)),
+    Transaction(10, 400, 410, (change("t", None, None), change("i", None, 5, 41))),
+]
+MIRROR = History(
+    TRANSACTIONS,
+    [],
+    [
+        Sight(150, True, {T: (2, 23)}, TOTAL),
+        Sight(205, False, {T: (9, 99)}, 1),
+        Sight(210, True, {T: (2, 43)}, TOTAL),
+        Sight(500, True, {T: (1, 41)}, TOTAL),
+    ],
+)
+# Two chunks: the first has seen transaction 8, the second has not; both lie after transaction 7.
+CHANGELOG = History(
+    TRANSACTIONS,
+    [Reading(T, 150, 1, "9:9:", numbers=frozenset({1})), Reading(T, 150, 1, "8:8:", numbers=frozenset({2, 3, 5}))],
+    [Sight(250, True, {T: (1, 0)}, None), Sight(500, True, {T: (4, 0)}, None)],
+    [
+        Entry(T, 8, 200, 1, "u", "k3"),
+        Entry(T, 9, 300, 1, "d", "k1"),
+        Entry(T, 10, 400, 1, "t", None),
+        Entry(T, 10, 400, 2, "i", "k5"),
+    ],
+    {T: 2},
+)
+
+
+def test_true_histories_are_accepted() -> None:
+    assert violations(MIRROR, "mirror", TOTAL) == []
+    assert violations(CHANGELOG, "changelog", TOTAL) == []
+
+
+def without(index: int) -> Callable[[History], None]:
+    def tamper(history: History) -> None:
+        del history.entries[index]
+
+    return tamper
+
+
+def entry(index: int, **fields: object) -> Callable[[History], None]:
+    def tamper(history: History) -> None:
+        history.entries[index] = dataclasses.replace(history.entries[index], **fields)  # type: ignore[arg-type]
+
+    return tamper
+
+
+def sight(index: int, **fields: object) -> Callable[[History], None]:
+    def tamper(history: History) -> None:
+        history.sights[index] = dataclasses.replace(history.sights[index], **fields)  # type: ignore[arg-type]
+
+    return tamper
+
+
+def both(*tampers: Callable[[History], None]) -> Callable[[History], None]:
+    def tamper(history: History) -> None:
+        for each in tampers:
+            each(history)
+
+    return tamper
+
+
+TAMPERED: dict[str, tuple[History, Callable[[History], None], str]] = {
+    "half a transfer": (MIRROR, sight(0, total=TOTAL - 5), "accounts of 95"),
+    "a row that is missing": (MIRROR, sight(2, tables={T: (1, 21)}), "a reader saw"),
+    "a state between two transactions": (MIRROR, sight(2, tables={T: (2, 33)}), "a reader saw"),
+    "a value of another version": (MIRROR, sight(3, tables={T: (1, 42)}), "a reader saw"),
+    "a change that is lost": (CHANGELOG, without(1), "lost from the changelog"),
+    "a change twice": (CHANGELOG, lambda h: h.entries.append(h.entries[0]), "surplus"),
+    "a change that a chunk contains": (
+        CHANGELOG,
+        lambda h: h.entries.append(Entry(T, 8, 200, 2, "u", "k1")),
+        "surplus",
+    ),
+    "two changes in the wrong order": (
+        CHANGELOG,
+        both(entry(2, seq=2), entry(3, seq=1)),
+        "out of order",
+    ),
+    "a change in another transaction": (CHANGELOG, entry(1, commit=200), "share"),
+    "a change that is seen late": (CHANGELOG, sight(1, tables={T: (3, 0)}), "a reader saw 3 changes"),
+    "a row that is copied twice": (CHANGELOG, lambda h: h.snapshot_rows.update({T: 3}), "as read"),
+}
+
+
+@pytest.mark.parametrize(("history", "tamper", "said"), TAMPERED.values(), ids=TAMPERED.keys())
+def test_a_tampered_history_is_not(history: History, tamper: Callable[[History], None], said: str) -> None:
+    copy = History(
+        *(type(value)(value) for value in (getattr(history, field.name) for field in dataclasses.fields(History)))
+    )
+    tamper(copy)
+    wrong = violations(copy, "mirror" if history is MIRROR else "changelog", TOTAL)
+    assert any(said in text for text in wrong), wrong
+
+
+def test_versions_only_grow() -> None:
+    versions = Versions()
+    assert versions.see(T, {1: 5, 2: 6}) == []
+    assert versions.see(T, {1: 7}) == []
+    assert versions.see(T, {1: 7, 2: 8}) == []
+    assert versions.see(T, {1: 6, 2: 8}) == [f"row 1 of {T} went back from version 7 to 6"]
+    assert versions.see(T, {}) == []
+    assert versions.see(T, {2: 8}) == [f"row 2 of {T} came back at version 8 after it was gone"]
+
+
+def test_the_slot_must_not_be_ahead() -> None:
+    assert acknowledged_early(100, 100) == []
+    assert acknowledged_early(101, 100) == ["the slot is at 0/65, the sink has applied only 0/64"]
+
+
+def test_a_seed_determines_tables_and_schedule() -> None:
+    assert tables(5) == tables(5)
+    assert [next(steps) for steps in (schedule(5), schedule(5))] == [next(schedule(5))] * 2
+    actions = schedule(5)
+    assert {next(actions).action for _ in range(2000)} == set(ACTIONS)
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("seed", "mode"), [(1, "mirror"), (4, "changelog")])
+def test_a_seed(seed: int, mode: str, server_directory: Path) -> None:
+    lines: list[str] = []
+    directory = server_directory / f"torture-{seed}"
+    directory.mkdir()
+    directory.chmod(0o755)
+    report = torture(seed, 45, mode, directory, lines.append)
+    assert report.wrong == [], "\n".join([*lines, *report.wrong])
+    assert report.counts["changes"] > 1000
