@@ -85,6 +85,12 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 demo: $(INSTALLED) java ## show it at work: two Postgres servers, Spark and Airflow, all temporary
 	$(BIN)/python -m airflow_cdc_provider.demo
 
+torture: SECONDS ?= 120
+torture: SEED ?= 1
+.PHONY: torture
+torture: $(INSTALLED) java ## torture a pipeline: SECONDS=n SEED=s, MODE=mirror or changelog
+	$(BIN)/python -m tests.torture --seconds $(SECONDS) --seed $(SEED) $(if $(MODE),--mode $(MODE))
+
 .PHONY: bench
 bench: $(INSTALLED) java ## run the benchmarks
 	$(BIN)/python -m benchmarks

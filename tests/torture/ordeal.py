@@ -107,7 +107,7 @@ class _Ordeal:
             [table.label for table in made],
             sink={"mode": mode},
             snapshot={"chunk_rows": chance.choice((40, 150, 1000)), "parallelism": chance.choice((1, 2, 3))},
-            stream={"max_batch_bytes": chance.choice(("256KiB", "1MiB", "16MiB"))},
+            stream={"max_batch_bytes": chance.choice(("1MiB", "4MiB", "16MiB"))},
         )
         name = self._pipeline.name
         slot = self._pipeline.pipeline.source.slot
