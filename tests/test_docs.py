@@ -159,10 +159,10 @@ def test_every_failpoint_is_in_the_table() -> None:
 
 
 def test_every_metadata_column_is_in_the_table() -> None:
-    from airflow_cdc_provider.engine.sinks.postgres_tables import _META
+    from airflow_cdc_provider.engine.sinks.postgres_tables import CHANGELOG_COLUMNS
 
     text = read(ROOT / "docs" / "concepts.md")
-    for column in _META:
+    for column in CHANGELOG_COLUMNS:
         assert f"| `{column}` |" in text
 
 

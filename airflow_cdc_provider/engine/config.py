@@ -25,7 +25,8 @@ from airflow_cdc_provider.engine.errors import ConfigError
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"^[a-z0-9_]{1,40}$")
+_NAME = re.compile(r"[a-z0-9_]{1,40}")
+_SLOT = re.compile(r"[a-z0-9_]{1,63}")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minutes?|h|hours?)$")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -300,13 +301,13 @@ def _text(value: object) -> str:
 
 
 def _name(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.match(value):
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError("1 to 40 of the characters a-z, 0-9 and _")
     return value
 
 
 def _slot_name(value: object) -> str:
-    if not isinstance(value, str) or not re.match(r"^[a-z0-9_]{1,63}$", value):
+    if not isinstance(value, str) or not _SLOT.fullmatch(value):
         raise ValueError("1 to 63 of the characters a-z, 0-9 and _, as Postgres demands of slot names")
     return value
 

@@ -51,10 +51,12 @@ from airflow_cdc_provider.engine.privileges import (
     sees_all_rows,
 )
 from airflow_cdc_provider.engine.publication import publication_sql
+from airflow_cdc_provider.engine.sinks.postgres_tables import CHANGELOG_COLUMNS
 
 T = TypeVar("T")
 
 MINIMUM_VERSION = 140000
+LONGEST_NAME = 63  # bytes
 # Shorter timeouts end the stream at every pause of the network; status goes out every third of it.
 SANE_SENDER_TIMEOUT_SECONDS = 5
 
@@ -141,6 +143,7 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
             checks.run("identity", partial(_identity, source, sink, pipeline))
         if sink is not None and tables is not None:
             checks.run("targets", partial(_target_names, pipeline, tables))
+            checks.run("names", partial(_unambiguous, pipeline, tables))
             targets = [target_of(pipeline, table) for table in tables]
             checks.run("sink privileges", partial(may_write, sink, targets, pipeline.sink.mode))
             checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
@@ -344,7 +347,30 @@ def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
                 f"sink.schema: {count} source tables would share the target {schema}.{name}",
                 "Use {schema} in sink.schema, or capture one of them in another pipeline.",
             )
+        if len(schema.encode()) > LONGEST_NAME:
+            raise ConfigError(
+                f"sink.schema: {schema} has {len(schema.encode())} bytes, of which Postgres would cut all after the"
+                f" {LONGEST_NAME}th",
+                "Give sink.schema a shorter text.",
+            )
     return "Every table has a target of its own."
+
+
+def _unambiguous(pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    for label, count in Counter(table.label for table in tables).items():
+        if count > 1:
+            raise ConfigError(
+                f"source.tables: {count} tables are called {label}, since a schema or a table has a dot in its name",
+                "Capture one of them in another pipeline.",
+            )
+    for table in tables if pipeline.sink.mode == "changelog" else ():
+        if taken := sorted(CHANGELOG_COLUMNS.keys() & {column.name for column in table.columns}):
+            raise ConfigError(
+                f"source.tables: {table.label} has columns of the names {', '.join(taken)}, which the changelog gives"
+                " columns of its own",
+                "Leave them out with `columns`, rename them at the source, or use sink.mode: mirror.",
+            )
+    return "No name means two things."
 
 
 def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:

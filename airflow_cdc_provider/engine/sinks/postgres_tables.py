@@ -59,7 +59,7 @@ FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
 rows read again at the same LSN."""
 
-_META = {
+CHANGELOG_COLUMNS = {
     "_op": '"char" NOT NULL',
     "_commit_lsn": "pg_lsn NOT NULL",
     "_seq": "bigint NOT NULL",
@@ -68,6 +68,7 @@ _META = {
     "_before": "jsonb",
     "_unchanged": "text[]",
 }
+"""Names and types of the columns that a changelog has beside the source's."""
 
 # Their values name objects and roles of one server, or are taken by no input function: elsewhere they are but text.
 _TEXT_ONLY = frozenset(
@@ -123,7 +124,9 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
             rows(connection, sql.SQL("CREATE SCHEMA {}").format(schema))
         definitions = [_definition(connection, column) for column in target.table.columns]
         if mode == "changelog":
-            definitions += [sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in _META.items()]
+            definitions += [
+                sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in CHANGELOG_COLUMNS.items()
+            ]
         elif target.table.key:
             key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
             definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
@@ -366,8 +369,9 @@ class TableStatements:
             pairs = [sql.SQL("{0} = excluded.{0}").format(self._names[i]) for i in others]
             update = sql.SQL("UPDATE SET {}").format(sql.SQL(", ").join(pairs))
         self._run(
-            "INSERT INTO {table} ({names}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM {stage} s WHERE {written}"
-            " ON CONFLICT ({key}) DO {update}",
+            # Under an alias, lest a table named "excluded" be taken for the rows to insert.
+            "INSERT INTO {table} AS t ({names}) OVERRIDING SYSTEM VALUE"
+            " SELECT {columns} FROM {stage} s WHERE {written} ON CONFLICT ({key}) DO {update}",
             names=sql.SQL(", ").join(self._names),
             columns=sql.SQL(", ").join(sql.SQL(f"s.c{i}") for i in range(len(self._names))),
             stage=stage,
