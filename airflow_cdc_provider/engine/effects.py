@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.merge import (
     Visibility,
     collapse,
     keep,
+    sent,
     split,
     truncate_visibility,
 )
@@ -290,14 +291,16 @@ def _changelog_rows(
         "xid": pa.array(changes.xid),
         "commit_ts": pa.array(changes.commit_ts),
     }
-    for i, column in enumerate(changes.new):
+    unchanged = {}
+    for i in range(len(changes.new)):
+        column, unsent = sent(changes, i, key)
         # A delete tells its key; the other columns of its row are in _before alone.
         gone = changes.old[i] if i in key and changes.old is not None else pa.scalar(None, pa.large_string())
         columns[f"c{i}"] = pc.if_else(deleted, gone, column)
-    if changes.unchanged:
-        columns[UNCHANGED] = _array_literal(
-            {_quoted(table.columns[i].name): mask & (op != ord("d")) for i, mask in changes.unchanged.items()}
-        )
+        if unsent is not None:
+            unchanged[_quoted(table.columns[i].name)] = unsent & (op != ord("d"))
+    if unchanged:
+        columns[UNCHANGED] = _array_literal(unchanged)
     if changes.old is not None:
         kind = pa.array([chr(code) if code else None for code in changes.old_kind], pa.string())
         columns[OLD_KIND] = pc.if_else(pa.array(op == ord("i")), pa.scalar(None, pa.string()), kind)
