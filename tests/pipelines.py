@@ -309,6 +309,21 @@ class PipelineUnderTest:
             if isinstance(result, CdcError):
                 raise result
 
+    def copy_tables(self, *indexes: int) -> None:
+        """Copy the unfinished chunks of all tables, or those of some indexes, with one look at the record."""
+        record, dsn = self.record, self.pipeline.source.dsn
+        targets = {target.table.label: target for target in record.targets}
+        sink, timeline = commands.sink_of(self.pipeline), int(record.identity["timeline"])
+        with connected(dsn) as source:
+            for chunk in record.unfinished:
+                if indexes and chunk.index not in indexes:
+                    continue
+                target = targets[chunk.table]
+                read = plan_read(source, dsn, target.table, read_query(target.table, chunk), timeline)
+                result = copy_chunk(ChunkTask(sink, record.epoch, target, chunk, read))
+                if isinstance(result, CdcError):
+                    raise result
+
     def apply(self) -> None:
         """Apply everything that is committed at the source now; see :func:`apply_stream`."""
         apply_stream(self.pipeline, self.marker())

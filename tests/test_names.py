@@ -18,14 +18,11 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.catalog import resolve
-from airflow_cdc_provider.engine.chunks import read_query
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connected, rows
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.publication import create_publication, drop_publication
-from airflow_cdc_provider.engine.reading import plan_read
 from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.wal import WalReader
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -131,18 +128,6 @@ def change(databases: Databases, name: str) -> None:
     )
 
 
-def copy(pipeline: PipelineUnderTest) -> None:
-    """Copy all chunks, with one look at the record."""
-    record, sink, dsn = pipeline.record, commands.sink_of(pipeline.pipeline), pipeline.pipeline.source.dsn
-    targets = {target.table.label: target for target in record.targets}
-    with connected(dsn) as source:
-        for chunk in record.unfinished:
-            target = targets[chunk.table]
-            query = read_query(target.table, chunk)
-            read = plan_read(source, dsn, target.table, query, int(record.identity["timeline"]))
-            assert isinstance(copy_chunk(ChunkTask(sink, record.epoch, target, chunk, read)), int)
-
-
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_schemas_tables_columns_and_types(guarded: Databases, tmp_path: Path, mode: Mode) -> None:
     """All at once: snapshot in chunks, stream, comparison, and reading again."""
@@ -153,7 +138,7 @@ def test_schemas_tables_columns_and_types(guarded: Databases, tmp_path: Path, mo
     pipeline = PipelineUnderTest(tmp_path, guarded, tables, sink={"mode": mode}, snapshot={"chunk_rows": 3})
     pipeline.change(source={"publication": NAMES[-1]})
     pipeline.provision()
-    copy(pipeline)
+    pipeline.copy_tables()
     for name in names:
         change(guarded, name)
     pipeline.apply()
@@ -181,7 +166,7 @@ def test_columns_of_one_table(guarded: Databases, tmp_path: Path, mode: Mode) ->
             rows(source, sql.SQL("INSERT INTO public.t VALUES ({})").format(given))
         pipeline = PipelineUnderTest(tmp_path, guarded, ["public.t"], sink={"mode": mode}, snapshot={"chunk_rows": 2})
         pipeline.provision()
-        copy(pipeline)
+        pipeline.copy_tables()
         pipeline.assert_verified()
         large = sql.SQL("UPDATE public.t SET {} = " + BIG.format("k0") + " WHERE k0 ~ '1$'")
         for name in ("missing", "{}", '"; DROP TABLE public.canary; --'):
@@ -221,7 +206,7 @@ def test_names_that_differ_in_case_only(guarded: Databases, tmp_path: Path) -> N
             rows(source, f"INSERT INTO {pipeline_table} VALUES ({i}, {i + 1}, {i + 2})")
     pipeline = PipelineUnderTest(tmp_path, guarded, ["*.[cC][aA][sS][eE]"])
     pipeline.provision()
-    copy(pipeline)
+    pipeline.copy_tables()
     for schema, name in itertools.product(names[:2], names):
         pipeline.source(f'UPDATE {pattern(schema, name)} SET "ID" = 100 * "Id"')
     pipeline.apply()
@@ -301,7 +286,7 @@ def test_the_longest_names(guarded: Databases, tmp_path: Path) -> None:
         pipeline.provision()
     pipeline.change(sink={"schema": "x" * 63})
     pipeline.provision()
-    copy(pipeline)
+    pipeline.copy_tables()
     pipeline.source(f"INSERT INTO {long}.{long} VALUES (1)")
     pipeline.apply()
     pipeline.assert_verified()
@@ -370,7 +355,7 @@ def test_random_names_and_values(
             for value in values[:3]:
                 add(value)
             pipeline.provision()
-            copy(pipeline)
+            pipeline.copy_tables()
             for value in values:
                 add(value, "+")
             for i, statement in enumerate(

@@ -211,29 +211,37 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     oids = draw(st.lists(st.sampled_from([1, 2, 16384, 2**31, 2**32 - 1]), min_size=1, max_size=3, unique=True))
     columns = st.lists(st.tuples(texts, st.booleans()), max_size=4)
     widths: dict[int, int] = {}
+    keys: dict[int, list[bool] | None] = {}  # of FULL: None
     messages = []
 
     def describe(oid: int) -> None:
-        described = draw(columns)
+        described, identity = draw(columns), draw(st.sampled_from([b"d", b"n", b"f", b"i"]))
         widths[oid] = len(described)
-        messages.append(relation(oid, described, draw(texts), draw(st.sampled_from([b"d", b"n", b"f", b"i"]))))
+        keys[oid] = None if identity == b"f" else [key for _, key in described]
+        messages.append(relation(oid, described, draw(texts), identity))
 
-    for _ in range(draw(st.integers(0, 4))):
-        lsn, ts = draw(st.integers(0, 2**63 - 100)), draw(st.integers(-(2**50), 2**50))
+    def earlier(oid: int) -> tuple[bytes, Values]:
+        """An old row, or the old key."""
+        key = keys[oid]
+        if key is None:
+            return b"O", draw(rows_like(widths[oid], toast=False))
+        return b"K", [draw(texts) if part else None for part in key]
+
+    for lsn in draw(st.sets(st.integers(1, 2**63 - 100), max_size=4).map(sorted)):
+        ts = draw(st.integers(-(2**50), 2**50))
         messages.append(begin(draw(st.integers(0, 2**32 - 1)), lsn, ts))
         for _ in range(draw(st.integers(0, 6))):
             oid, kind = draw(st.sampled_from(oids)), draw(st.sampled_from("iiuuudtRrMOY"))
             if kind == "R" or oid not in widths:
                 describe(oid)
-            new, old = rows_like(widths[oid], toast=True), rows_like(widths[oid], toast=False)
-            letter = draw(st.sampled_from([b"K", b"O"]))
+            new = rows_like(widths[oid], toast=True)
             if kind == "i":
                 messages.append(insert(oid, draw(new)))
             elif kind == "u":
-                before = draw(st.sampled_from([[], [(letter, draw(old))]]))
+                before = draw(st.sampled_from([[], [earlier(oid)]]))
                 messages.append(change(b"U", oid, *before, (b"N", draw(new))))
             elif kind == "d":
-                messages.append(change(b"D", oid, (letter, draw(old))))
+                messages.append(change(b"D", oid, earlier(oid)))
             elif kind == "t":
                 messages.append(truncate(*draw(st.lists(st.sampled_from(sorted(widths)), unique=True))))
             elif kind == "r":  # the server repeats a description
@@ -263,7 +271,8 @@ def test_damaged_bytes_are_refused_or_decoded_but_nothing_else(data: st.DataObje
 
 
 def test_many_rows_of_several_relations() -> None:
-    messages = [begin(7, 1000), *(relation(oid, [("id", True), ("a", False), ("b", False)]) for oid in (1, 2, 3))]
+    lsn = 1000
+    messages = [begin(7, lsn), *(relation(oid, [("id", True), ("a", False), ("b", False)]) for oid in (1, 2, 3))]
     for i in range(6_000):
         values: Values = [str(i), None if i % 7 == 0 else "é" * (i % 40), UNCHANGED if i % 11 == 0 else f"value {i}"]
         oid, old = 1 + i % 3, [(b"K", [str(i - 1), None, None])] if i % 5 == 0 else []
@@ -272,14 +281,17 @@ def test_many_rows_of_several_relations() -> None:
         else:
             messages.append(change(b"D", oid, *old) if old else insert(oid, [*values[:2], "b"]))
         if i % 1_000 == 999:
-            messages += [truncate(3, 1), commit(1000 + i), begin(7 + i, 2000 + i)]
+            messages += [truncate(3, 1), commit(lsn), begin(7 + i, 2000 + i)]
+            lsn = 2000 + i
     check(messages, [1, 2, 777, 4_001])
 
 
 # Boundaries.
 
 TABLE = relation(1, [("id", True), ("body", False)])
+FULL = relation(1, [("id", True), ("body", True)], identity=b"f")
 START = [begin(7, 0x10), TABLE]
+START_FULL = [begin(7, 0x10), FULL]
 
 
 def test_nothing_gives_nothing() -> None:
@@ -288,7 +300,8 @@ def test_nothing_gives_nothing() -> None:
 
 
 def test_relation_without_columns() -> None:
-    check([begin(1, 2), relation(5, []), insert(5, []), change(b"D", 5, (b"O", [])), truncate(5), commit(2)])
+    empty = relation(5, [], identity=b"f")
+    check([begin(1, 2), empty, insert(5, []), change(b"D", 5, (b"O", [])), truncate(5), commit(2)])
 
 
 def test_version_without_any_row_image_has_null_columns() -> None:
@@ -300,12 +313,12 @@ def test_version_without_any_row_image_has_null_columns() -> None:
 
 def test_seq_goes_on_from_the_open_transaction() -> None:
     opened = OpenTransaction(xid=4_000_000_000, commit_lsn=2**62, commit_ts=11, seq=41)
-    messages = [insert(1, ["1", None]), commit(2**62), begin(8, 9, 0), insert(1, ["2", None])]
+    messages = [insert(1, ["1", None]), commit(2**62, 11 - EPOCH), begin(8, 2**62 + 9, 0), insert(1, ["2", None])]
     data, lengths = b"".join(messages), struct.pack("<4i", *map(len, messages))
     (changes,) = decode(Piece(data, lengths, (TABLE,), opened))
     assert changes.seq.tolist() == [42, 1]
     assert changes.xid.tolist() == [4_000_000_000, 8]
-    assert changes.commit_lsn.tolist() == [2**62, 9]
+    assert changes.commit_lsn.tolist() == [2**62, 2**62 + 9]
     assert changes.commit_ts.tolist() == [11, EPOCH]
 
 
@@ -432,9 +445,18 @@ def test_recording_in_two_pieces(cut: int) -> None:
         ([*START, change(b"I", 1, (b"K", ["1", "a"]))], ["kind 'K'"]),
         ([*START, change(b"D", 1, (b"N", ["1", "a"]))], ["kind 'N'"]),
         ([*START, change(b"U", 1, (b"X", ["1", "a"]))], ["kind 'X'"]),
-        ([*START, change(b"U", 1, (b"O", ["1", "a"]))], ["no new row"]),
+        ([*START_FULL, change(b"U", 1, (b"O", ["1", "a"]))], ["no new row"]),
         ([*START, change(b"U", 1, (b"K", ["1", None]), (b"O", ["1", "a"]))], ["no new row"]),
-        ([*START, change(b"D", 1, (b"O", ["1", UNCHANGED]))], ["old value of body"]),
+        ([*START_FULL, change(b"D", 1, (b"O", ["1", UNCHANGED]))], ["old value of body"]),
+        ([*START, change(b"D", 1, (b"O", ["1", "a"]))], ["kind 'O'", "replica identity 'd'"]),
+        ([*START_FULL, change(b"D", 1, (b"K", ["1", None]))], ["kind 'K'", "replica identity 'f'"]),
+        ([*START, change(b"D", 1, (b"K", [None, None]))], ["message 2", "old key lacks id"]),
+        ([*START, change(b"D", 1, (b"K", ["1", "a"]))], ["message 2", "old key has body"]),
+        ([*START, commit(17)], ["message 2", "another transaction"]),
+        ([*START, commit(16, 6)], ["message 2", "another transaction"]),
+        ([*START, commit(16), begin(8, 16)], ["message 3", "does not come after"]),
+        ([*START, commit(16) + b"?"], ["message 2", "bytes too many"]),
+        ([*START, truncate(1)[:5] + b"\x04" + truncate(1)[6:]], ["message 2", "1 relations"]),
         ([begin(7, 16), insert(1, ["1", "a"])], ["message 1", "relation 1", "described"]),
         ([*START, truncate(1, 99)], ["message 2", "relation 99", "described"]),
         ([TABLE, insert(1, ["1", "a"])], ["message 1", "outside a transaction"]),
@@ -445,6 +467,7 @@ def test_recording_in_two_pieces(cut: int) -> None:
         ([*START, truncate(1)[:-1]], ["message 2", "1 relations"]),
         ([*START, TABLE.replace(b"\0d\0", b"\0z\0")], ["b'z'"]),
         ([*START, TABLE.replace(b"body", b"bo\xffy")], ["Relation"]),
+        ([*START, TABLE.replace(b"\0body", b"\2body")], ["Relation", "flags"]),
     ],
 )
 def test_refusals_name_what_is_wrong(messages: list[bytes], words: list[str]) -> None:
@@ -458,12 +481,12 @@ def test_refusals_name_what_is_wrong(messages: list[bytes], words: list[str]) ->
     "body",
     [
         begin(8, 17),
-        commit(17),
+        commit(16),
         TABLE,
         insert(1, ["1", "long enough not to be inlined"]),
         change(b"U", 1, (b"N", ["1", None])),
         change(b"U", 1, (b"K", ["1", None]), (b"N", ["2", UNCHANGED])),
-        change(b"D", 1, (b"O", ["1", "a"])),
+        change(b"D", 1, (b"K", ["1", None])),
         truncate(1, 1),
     ],
     ids=lambda body: chr(body[0]),

@@ -16,7 +16,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.connection import connected, rows
 from airflow_cdc_provider.engine.errors import ValueRefused
-from tests.conftest import SESSION_SETTINGS, Databases, create_database, drop_database
+from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
@@ -162,8 +162,9 @@ def servers(
     newer = PostgresServer.create(server_directory / "types18", "18", SESSION_SETTINGS)
     full = PostgresServer.create(server_directory / "types-full", binaries=system_binaries, settings=SESSION_SETTINGS)
     try:
-        newer.start()
-        full.start()
+        for server in (newer, full):
+            server.start()
+            create_roles(server)
         yield {"16": source_server, "18": newer, "full": full}
     finally:
         newer.remove()

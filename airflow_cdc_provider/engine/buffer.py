@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from airflow_cdc_provider.engine.errors import ProtocolError
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.pgoutput import OpenTransaction, Piece
 
@@ -25,6 +26,8 @@ EPOCH_2000 = 946_684_800_000_000
 
 _BEGIN, _COMMIT, _RELATION, _MESSAGE, _TRUNCATE = b"BCRMT"
 _ROWS = frozenset(b"IUD")
+# A commit record lists subtransactions, dropped files and invalidations; its size is limited to a gigabyte.
+_LONGEST_COMMIT = 1 << 31
 _MARKER = MESSAGE_PREFIX.encode() + b"\0"
 
 
@@ -91,7 +94,12 @@ class Buffer:
         self._committed_relations = relations
 
     def add(self, message: bytes) -> None:
-        """Add one pgoutput message, without the header of XLogData."""
+        """Add one pgoutput message, without the header of XLogData.
+
+        :raises ProtocolError: when a commit ends another transaction than has begun. Other damage is found when
+            the message is decoded; but positions are acknowledged, so they must be right here.
+        :raises struct.error: when the message is cut short.
+        """
         tag = message[0]
         if tag == _MESSAGE and not message[10:].startswith(_MARKER):
             return  # of another application; it may come between transactions
@@ -108,7 +116,7 @@ class Buffer:
             self._content = False
             self._begin = len(self._messages) - 1
         elif tag == _COMMIT:
-            self._commit(struct.unpack_from(">q", message, 10)[0])
+            self._commit(*struct.unpack_from(">qq", message, 2))
             return
         elif tag == _RELATION:
             (oid,) = struct.unpack_from(">I", message, 1)
@@ -124,7 +132,14 @@ class Buffer:
             if self._size >= self._block_bytes:
                 self._seal_open()
 
-    def _commit(self, end_lsn: int) -> None:
+    def _commit(self, lsn: int, end_lsn: int) -> None:
+        begun = self._transaction.commit_lsn if self._transaction is not None else None
+        if lsn != begun or not 0 < end_lsn - lsn < _LONGEST_COMMIT:
+            raise ProtocolError(
+                f"a commit at {format_lsn(lsn)} that ends at {format_lsn(end_lsn)}, where"
+                + (f" one at {format_lsn(begun)} was to come" if begun is not None else " no transaction has begun"),
+                "Start the stream again from its last commit; if that fails too, report it with the server's version.",
+            )
         in_parts = self._context[1] is not None and self._committed == 0
         self._transaction = None
         self.position = end_lsn
@@ -164,8 +179,7 @@ class Buffer:
 
     def _seal_open(self) -> None:
         self._append(self._messages, Position(self._end.lsn, self._end.block + 1))
-        assert self._transaction is not None
-        transaction = dataclasses.replace(self._transaction, seq=self._rows)
+        transaction = self._transaction and dataclasses.replace(self._transaction, seq=self._rows)
         self._restart([], self._relations, transaction)
 
     def _append(self, messages: list[bytes], end: Position) -> None:

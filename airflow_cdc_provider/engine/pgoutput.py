@@ -158,14 +158,16 @@ def parse_relation(body: bytes) -> Relation:
         identity, count = struct.unpack_from(">cH", rest)
         at, columns = 3, []
         for _ in range(count):
+            if rest[at] > 1:
+                raise ValueError(f"{rest[at]} as flags of a column")
             end = rest.index(b"\0", at + 1)
             type_oid, modifier = struct.unpack_from(">Ii", rest, end + 1)
-            columns.append(RelationColumn(rest[at + 1 : end].decode(), type_oid, modifier, bool(rest[at] & 1)))
+            columns.append(RelationColumn(rest[at + 1 : end].decode(), type_oid, modifier, bool(rest[at])))
             at = end + 9
         if kind != b"R" or identity not in (b"d", b"n", b"f", b"i") or at != len(rest):
             raise ValueError(f"kind {kind!r}, replica identity {identity!r}, {len(rest) - at} bytes too many")
         return Relation(oid, schema.decode(), name.decode(), identity.decode(), tuple(columns))
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, IndexError) as error:
         message = f"malformed Relation message of {len(body)} bytes, {body[:60]!r}: {error}"
         raise ProtocolError(message, _REPORT) from None
 
@@ -262,14 +264,15 @@ def _rows(wire: _Wire, opened: OpenTransaction | None) -> _Rows:
     _refuse(count > inside, lambda i: f"{wire.name(i)} changes rows outside a transaction")
     truncates = np.flatnonzero(wire.kind == _T)
     listed = count[truncates] = wire.read(">i4", wire.start[truncates] + 1)
-    wrong = wire.length[truncates] != 6 + 4 * count[truncates]
-    _refuse(wrong, lambda i: f"{wire.name(truncates[i])} has not the length that {listed[i]} relations need")
+    wrong = (wire.length[truncates] != 6 + 4 * count[truncates]) | (wire.read("u1", wire.start[truncates] + 5) > 3)
+    _refuse(wrong, lambda i: f"{wire.name(truncates[i])} has not the form that {listed[i]} relations need")
 
     # Of each transaction, where the first is the one that was open.
     first, at = opened or OpenTransaction(0, 0, 0, 0), wire.start[begins]
     commit_lsn = np.append(first.commit_lsn, wire.read(">i8", at + 1))
     commit_ts = np.append(first.commit_ts, wire.read(">i8", at + 9) + _EPOCH)
     xid = np.append(first.xid, wire.read(">u4", at + 17))
+    _check_transactions(wire, begins, commit_lsn, commit_ts)
     before = np.cumsum(count) - count
     earlier = np.append(-first.seq, before[begins])
 
@@ -288,6 +291,23 @@ def _rows(wire: _Wire, opened: OpenTransaction | None) -> _Rows:
         commit_ts=commit_ts[transaction],
         seq=number + 1 - earlier[transaction],
     )
+
+
+def _check_transactions(wire: _Wire, begins: Flags, commit_lsn: Ints, commit_ts: Ints) -> None:
+    """Refuse transactions of which begin and commit do not agree, or that come twice or out of order.
+
+    :param commit_lsn, commit_ts: what the begins say, of the transaction that was open at first.
+    """
+    begun, ended = np.flatnonzero(begins), np.flatnonzero(wire.kind == _C)
+    for messages, size in ((begun, 21), (ended, 26)):
+        wrong = wire.length[messages] != size
+        _refuse(wrong, lambda i, at=messages: f"{wire.name(at[i])} has bytes too many")  # type: ignore[misc]
+    late = np.diff(commit_lsn) <= 0
+    _refuse(late, lambda i: f"{wire.name(begun[i])} begins a transaction that does not come after the one before")
+    which, at = np.searchsorted(begun, ended), wire.start[ended]
+    agree = (wire.read("u1", at + 1) == 0) & (wire.read(">i8", at + 2) == commit_lsn[which])
+    agree &= wire.read(">i8", at + 18) + _EPOCH == commit_ts[which]
+    _refuse(~agree, lambda i: f"{wire.name(ended[i])} commits another transaction than has begun")
 
 
 def _versions(wire: _Wire, relations: Sequence[bytes]) -> list[tuple[int, Relation]]:
@@ -316,9 +336,10 @@ def _changes(wire: _Wire, relation: Relation, rows: _Rows) -> Changes:
     inserted, updated, deleted = (rows.op == op for op in b"iud")
     with_new = inserted | updated
     kind = wire.read("u1", rows.start + 5)
-    with_old = (updated | deleted) & ((kind == _KEY) | (kind == _OLD))
+    with_old = (updated | deleted) & (kind == (_OLD if relation.replica_identity == "f" else _KEY))
     bad = (with_new & ~with_old & (kind != _NEW)) | (deleted & ~with_old)
-    _refuse(bad, lambda i: f"{name(i)} has a row of kind {chr(kind[i])!r}")
+    identity = f"under replica identity {relation.replica_identity!r}"
+    _refuse(bad, lambda i: f"{name(i)} has a row of kind {chr(kind[i])!r} {identity}")
 
     at, old = rows.start + 6, None
     if with_old.any():
@@ -326,6 +347,8 @@ def _changes(wire: _Wire, relation: Relation, rows: _Rows) -> Changes:
         if missing:
             column, where = next(iter(missing.items()))
             _refuse(where, lambda i: f"{name(i)} leaves out the old value of {relation.columns[column].name}")
+        if relation.replica_identity != "f":
+            _check_keys(relation, with_old, old, name)
         both = with_old & updated  # where the message ends too early the next one begins, and never with an N
         _refuse(both & (wire.read("u1", at) != _NEW), lambda i: f"{name(i)} has no new row behind the old one")
         at += both
@@ -334,6 +357,16 @@ def _changes(wire: _Wire, relation: Relation, rows: _Rows) -> Changes:
     _refuse(bad, lambda i: f"{name(i)} has {rows.end[i] - at[i]} bytes too many")
     common = (rows.order, rows.op, rows.xid, rows.commit_lsn, rows.commit_ts, rows.seq)
     return Changes(relation, *common, new, unchanged, old, np.where(with_old, kind, np.uint8(0)))
+
+
+def _check_keys(relation: Relation, with_old: Flags, old: tuple[pa.Array, ...], name: Callable[[int], str]) -> None:
+    """Refuse an old key that lacks a column of the replica identity or has another."""
+    count = int(with_old.sum())
+    for column, values in zip(relation.columns, old, strict=True):
+        if len(values) - values.null_count != (count if column.key else 0):
+            wrong = with_old & (values.is_null().to_numpy(zero_copy_only=False) == column.key)
+            kind = "lacks" if column.key else "has"
+            _refuse(wrong, lambda i, text=f"{kind} {column.name}": f"{name(i)}: its old key {text}")  # type: ignore[misc]
 
 
 def _tuples(

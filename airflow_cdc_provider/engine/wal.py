@@ -24,7 +24,7 @@ from psycopg.pq.abc import PGconn
 
 from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected, connection_failure, scalar, session_dsn
-from airflow_cdc_provider.engine.errors import StreamFailed
+from airflow_cdc_provider.engine.errors import ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Piece
 
@@ -159,13 +159,19 @@ class WalReader:
                 if length < 0:
                     raise StreamFailed(*_ended(self._connection))
                 message = bytes(data)
-                if message[0] == 0x77:
-                    add(message[_HEADER:])
-                else:
-                    wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
-                    keepalive(wal_end)
-                    if reply:
-                        self._send_status(self._acknowledged, False)
+                try:
+                    if message[0] == 0x77:
+                        add(message[_HEADER:])
+                    else:
+                        wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
+                        keepalive(wal_end)
+                        if reply:
+                            self._send_status(self._acknowledged, False)
+                except (struct.error, IndexError) as e:
+                    raise ProtocolError(
+                        f"a message of {length} bytes, {message[:60]!r}, is cut short: {e}",
+                        "Start the stream again; it goes on from the last commit.",
+                    ) from None
             self._changed.notify_all()
         return True
 

@@ -1,0 +1,349 @@
+"""Damaged messages: the decoder refuses them or gives the rows that they say, and it stays quick and small.
+
+What a server really sent is damaged in every way that matters: each bit flipped, each message cut, repeated, left out,
+exchanged and stretched, lengths made huge. Whatever the vectorised decoder accepts, a plain reader that follows the
+documentation word by word must read as the same rows.
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.engine.buffer import Buffer, Position
+from airflow_cdc_provider.engine.errors import ProtocolError
+from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
+from tests.conftest import create_database, drop_database
+
+pytestmark = pytest.mark.slow
+
+Value = bytes | str | None  # a text's bytes, "u" where it was not sent, NULL
+Row = tuple[int, str, int, int, int, tuple[Value, ...] | None, tuple[Value, ...] | None]
+
+STATEMENTS = (
+    "INSERT INTO t VALUES (1, 'a', repeat('x', 70)), (2, NULL, ''), (3, 'Zoë', 'n')",
+    "INSERT INTO f VALUES (1, 'f')",
+    "UPDATE t SET a = 'b'; UPDATE t SET id = 10 WHERE id = 1; UPDATE f SET a = NULL; DELETE FROM t WHERE id = 2",
+    "DELETE FROM f; TRUNCATE t, f; INSERT INTO t VALUES (4, 'u', 't')",
+    "ALTER TABLE t ADD COLUMN more int DEFAULT 5",
+    "INSERT INTO t VALUES (5, 'n', 'N', 7); SELECT pg_logical_emit_message(true, 'airflow_cdc', 'note')",
+    "INSERT INTO t VALUES (6, 'long', (SELECT string_agg(md5(i::text), '') FROM generate_series(1, 100) i), 8)",
+    "UPDATE t SET a = 'unchanged' WHERE id = 6",
+)
+
+
+class Broken(Exception):
+    """The plain reader's refusal."""
+
+
+@pytest.fixture(scope="module")
+def recording(source_server: PostgresServer) -> Iterator[list[bytes]]:
+    """What the server sends for some statements, a transaction each."""
+    create_database(source_server, "fuzz")
+    with psycopg.connect(source_server.dsn("fuzz"), autocommit=True) as connection:
+        for statement in (
+            "CREATE TABLE t (id int PRIMARY KEY, a text, b text)",
+            "CREATE TABLE f (id int PRIMARY KEY, a text)",
+            "ALTER TABLE f REPLICA IDENTITY FULL",
+            "CREATE PUBLICATION fuzz FOR TABLE t, f",
+            "SELECT pg_create_logical_replication_slot('fuzz', 'pgoutput')",
+            *STATEMENTS,
+        ):
+            connection.execute(statement.encode())
+        found = connection.execute(
+            "SELECT data FROM pg_logical_slot_get_binary_changes('fuzz', NULL, NULL, 'proto_version', '1',"
+            " 'publication_names', 'fuzz', 'messages', 'true')"
+        ).fetchall()
+    yield [bytes(data) for (data,) in found]
+    drop_database(source_server, "fuzz")
+
+
+# -- the plain reader ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Cursor:
+    """Reads a message field by field."""
+
+    body: bytes
+    at: int = 1
+
+    def take(self, count: int) -> bytes:
+        if not 0 <= count <= len(self.body) - self.at:
+            raise Broken(f"{count} bytes at {self.at} of {len(self.body)}")
+        self.at += count
+        return self.body[self.at - count : self.at]
+
+    def number(self, form: str) -> int:
+        return int(struct.unpack(f">{form}", self.take(struct.calcsize(f">{form}")))[0])
+
+    def text(self) -> str:
+        end = self.body.find(b"\0", self.at)
+        if end < 0:
+            raise Broken("no end of a name")
+        try:
+            return self.take(end + 1 - self.at)[:-1].decode()
+        except UnicodeDecodeError as e:
+            raise Broken("a name that is no UTF-8") from e
+
+    def row(self, width: int) -> tuple[Value, ...]:
+        if self.number("H") != width:
+            raise Broken("another number of columns")
+        values: list[Value] = []
+        for _ in range(width):
+            kind = self.take(1)
+            if kind not in (b"n", b"u", b"t"):
+                raise Broken("a value of another kind")
+            values.append(self.take(self.number("i")) if kind == b"t" else "u" if kind == b"u" else None)
+        return tuple(values)
+
+    def end(self) -> None:
+        if self.at != len(self.body):
+            raise Broken("bytes too many")
+
+
+def read(messages: Sequence[bytes]) -> list[Row]:
+    """Read all messages one by one, as the documentation has it."""
+    relations: dict[int, tuple[str, list[bool]]] = {}
+    open_: tuple[int, int, int] | None = None
+    last, seq, rows = 0, 0, []
+    for index, body in enumerate(messages):
+        cursor, kind = Cursor(body), body[:1]
+        if kind == b"B":
+            lsn, ts, xid = cursor.number("q"), cursor.number("q"), cursor.number("I")
+            if open_ is not None or lsn <= last:
+                raise Broken("a begin out of place")
+            open_, last, seq = (lsn, ts, xid), lsn, 0
+            cursor.end()
+        elif kind == b"C":
+            flags, lsn, _, ts = cursor.number("b"), cursor.number("q"), cursor.number("q"), cursor.number("q")
+            if open_ is None or flags or (lsn, ts) != open_[:2]:
+                raise Broken("a commit out of place")
+            open_ = None
+            cursor.end()
+        elif kind == b"R":
+            oid, _, _, identity = cursor.number("I"), cursor.text(), cursor.text(), cursor.take(1).decode("latin1")
+            keys = []
+            for _ in range(cursor.number("H")):
+                flag = cursor.number("B")
+                cursor.text()
+                cursor.take(8)
+                if flag > 1:
+                    raise Broken("flags")
+                keys.append(bool(flag))
+            if identity not in "dnfi":
+                raise Broken("replica identity")
+            cursor.end()
+            relations[oid] = (identity, keys)
+        elif kind == b"T":
+            count, flags = cursor.number("i"), cursor.number("B")
+            if count < 0 or flags > 3:
+                raise Broken("truncate")
+            for _ in range(count):
+                oid, seq = cursor.number("I"), seq + 1
+                if open_ is None or oid not in relations:
+                    raise Broken("a truncate out of place")
+                rows.append((index, "t", oid, open_[2], seq, None, None))
+            cursor.end()
+        elif kind in (b"I", b"U", b"D"):
+            oid, seq = cursor.number("I"), seq + 1
+            if open_ is None or oid not in relations:
+                raise Broken("a change out of place")
+            rows.append((index, kind.decode().lower(), oid, open_[2], seq, *tuples(cursor, kind, *relations[oid])))
+            cursor.end()
+        elif kind not in (b"O", b"Y", b"M"):
+            raise Broken("a message of another kind")
+        elif len(body) < {b"O": 10, b"Y": 7, b"M": 15}[kind]:
+            raise Broken("a message that is cut short")
+    return rows
+
+
+def tuples(cursor: Cursor, kind: bytes, identity: str, keys: list[bool]) -> tuple[Any, Any]:
+    """The new and the old row of a change."""
+    old, letter = None, cursor.take(1)
+    if kind != b"I" and letter == (b"O" if identity == "f" else b"K"):
+        old = cursor.row(len(keys))
+        if "u" in old or (identity != "f" and [value is not None for value in old] != keys):
+            raise Broken("an old row that cannot be")
+        if kind == b"D":
+            return None, old
+        letter = cursor.take(1)
+    if letter != b"N" or kind == b"D":
+        raise Broken("a row of another kind")
+    return cursor.row(len(keys)), old
+
+
+def rows_of(changes: Changes) -> Iterator[Row]:
+    """Decoded changes as the plain reader has them; values as bytes, since what takes them checks their encoding."""
+
+    def values(arrays: Sequence[pa.Array], i: int) -> list[Value]:
+        return [array.cast(pa.large_binary())[i].as_py() for array in arrays]
+
+    for i, order in enumerate(changes.order.tolist()):
+        op = chr(changes.op[i])
+        new: list[Value] | None = values(changes.new, i) if op in "iu" else None
+        for column, where in changes.unchanged.items():
+            if new is not None and where[i]:
+                assert new[column] is None
+                new[column] = "u"
+        old = values(changes.old, i) if changes.old is not None and changes.old_kind[i] else None
+        place = (order, op, changes.relation.oid, int(changes.xid[i]), int(changes.seq[i]))
+        yield *place, None if new is None else tuple(new), None if old is None else tuple(old)
+
+
+def check(messages: Sequence[bytes]) -> bool:
+    """Decode; whether it was accepted. Then it is what the plain reader reads."""
+    lengths = np.array([len(message) for message in messages], "<i4").tobytes()
+    try:
+        decoded = decode(Piece(b"".join(messages), lengths, (), None))
+    except ProtocolError:
+        return False
+    expected = read(messages)
+    assert sorted(row for changes in decoded for row in rows_of(changes)) == sorted(expected)
+    return True
+
+
+# -- damage --------------------------------------------------------------------------------------------
+
+
+def test_the_recording_itself(recording: list[bytes]) -> None:
+    assert check(recording)
+    assert {message[:1] for message in recording} == {b"B", b"C", b"R", b"I", b"U", b"D", b"T", b"M"}
+    rows = read(recording)
+    assert any("u" in (row[5] or ()) for row in rows)
+    assert {row[1] for row in rows if row[6] is not None} == {"u", "d"}
+
+
+def test_every_bit(recording: list[bytes]) -> None:
+    """Those that are accepted changed a value, a name or an id to another that could be."""
+    short = [message for message in recording if len(message) < 300]
+    accepted = 0
+    for index, message in enumerate(short[:16]):
+        for bit in range(8 * min(len(message), 40)):
+            damaged = bytearray(message)
+            damaged[bit // 8] ^= 1 << bit % 8
+            accepted += check([*short[:index], bytes(damaged), *short[index + 1 :]])
+    assert accepted
+
+
+def test_every_message_cut_left_out_repeated_and_exchanged(recording: list[bytes]) -> None:
+    for index, message in enumerate(recording):
+        before, after = recording[:index], recording[index + 1 :]
+        for length in {*range(min(len(message), 120)), len(message) - 1}:
+            assert not check([*before, message[:length], *after]) or message[:1] in b"OYM"
+        check([*before, *after])
+        repeated = check([*before, message, *recording[index:]])
+        assert not repeated or message[:1] not in b"BC"
+        for other in range(index + 1, len(recording)):
+            exchanged = list(recording)
+            exchanged[index], exchanged[other] = recording[other], message
+            check(exchanged)
+
+
+HUGE = [0xFF, 0x7F, 0x80, 0x00]
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> list[tuple[int, int, str, bytes]]:
+    """Some changes: which message, where in it, what, and bytes for it."""
+    change = st.tuples(
+        st.integers(0, 200),
+        st.integers(0, 4000),
+        st.sampled_from(["set", "cut", "insert", "remove", "huge", "swap", "repeat", "drop", "join", "split"]),
+        st.binary(min_size=1, max_size=8),
+    )
+    return draw(st.lists(change, min_size=1, max_size=4))
+
+
+def damage(recording: Sequence[bytes], changes: Sequence[tuple[int, int, str, bytes]]) -> list[bytes]:
+    """Apply changes to messages."""
+    messages = list(recording)
+    for which, where, what, data in changes:
+        index = which % len(messages)
+        message = messages[index]
+        at = where % (len(message) + 1)
+        match what:
+            case "set":
+                messages[index] = (message[:at] + data + message[at + len(data) :])[: len(message)]
+            case "cut":
+                messages[index] = message[:at]
+            case "insert":
+                messages[index] = message[:at] + data + message[at:]
+            case "remove":
+                messages[index] = message[:at] + message[at + len(data) :]
+            case "huge":
+                number = bytes([HUGE[data[0] % 4], *data[1:4].ljust(3, b"\xff")])
+                messages[index] = message[:at] + number + message[at + 4 :]
+            case "swap":
+                other = where % len(messages)
+                messages[index], messages[other] = messages[other], message
+            case "repeat":
+                messages.insert(index, message)
+            case "drop" if len(messages) > 1:
+                del messages[index]
+            case "join" if index:
+                messages[index - 1 : index + 1] = [messages[index - 1] + message]
+            case "split":
+                messages[index : index + 1] = [message[:at], message[at:]]
+    return messages
+
+
+@settings(max_examples=600, deadline=None)
+@given(changes=damages())
+def test_any_damage(recording: list[bytes], changes: list[tuple[int, int, str, bytes]]) -> None:
+    check(damage(recording, changes))
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=damages(), block=st.integers(20, 5000))
+def test_any_damage_through_the_buffer(
+    recording: list[bytes], changes: list[tuple[int, int, str, bytes]], block: int
+) -> None:
+    """What the connection's thread does before anything is decoded: blocks, context, positions."""
+    buffer = Buffer(Position(0), block)
+    last = max(struct.unpack_from(">q", message, 10)[0] for message in recording if message[:1] == b"C")
+    try:
+        for message in damage(recording, changes):
+            buffer.add(message)
+        for piece in buffer.take(Position(0), buffer.seal()):
+            decode(piece)
+    except (ProtocolError, struct.error, IndexError):  # the connection's thread makes one of the other
+        return
+    # No position is acknowledged that was not sent, or at most by the size of a commit.
+    assert buffer.position < last + (1 << 31)
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.data())
+def test_damaged_packages(recording: list[bytes], data: st.DataObject) -> None:
+    """What travels from the driver to executors."""
+    lengths = np.array([len(message) for message in recording], "<i4").tobytes()
+    packed = bytearray(Piece(b"".join(recording), lengths, (), None).to_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.one_of(st.integers(0, 40), st.integers(0, len(packed) - 1)))
+        packed[at] = data.draw(st.sampled_from([0, 1, 127, 128, 255]))
+    with suppress(ProtocolError):
+        decode(Piece.from_bytes(bytes(packed)))
+
+
+def test_huge_numbers_allocate_nothing(recording: list[bytes]) -> None:
+    """Each four bytes in turn are the largest number, signed and unsigned; what they promise is not made room for."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for index, message in enumerate(recording):
+        for at in range(min(len(message) - 4, 120)):
+            for number in (b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff"):
+                damaged = message[:at] + number + message[at + 4 :]
+                check([*recording[:index], damaged, *recording[index + 1 :]])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kB
