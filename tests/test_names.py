@@ -15,14 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg2 import sql
 
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.catalog import resolve
 from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import connected, rows
+from airflow_cdc_provider.engine.connection import Connection, connected, rows
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.publication import create_publication, drop_publication
-from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.wal import WalReader
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -228,6 +229,13 @@ def test_two_tables_that_messages_could_not_tell_apart(guarded: Databases, tmp_p
         pipeline.provision()
 
 
+def slot_state(source: Connection, slot: str) -> SlotState:
+    """The state of a slot that exists."""
+    state = read_slot(source, slot)
+    assert state is not None
+    return state
+
+
 def test_publications(guarded: Databases) -> None:
     """Their names go through SQL and through the replication protocol, which quotes in its own way."""
     with connected(guarded.source) as source:
@@ -246,6 +254,7 @@ def test_publications(guarded: Databases) -> None:
                 assert any(b"N\0\1t\0\0\0\0011" in piece.data for piece in pieces), name
             finally:
                 reader.close()
+            assert await_condition(lambda: not slot_state(source, slot).active, 60.0)
             drop_publication(source, name)
         assert rows(source, "SELECT pubname FROM pg_publication") == []
 
@@ -304,7 +313,7 @@ _NAME = st.text(_ALPHABET, min_size=1, max_size=24).filter(
 _VALUE = st.text(_ALPHABET, max_size=30) | st.sampled_from(NAMES)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     names=st.lists(_NAME, min_size=6, max_size=6, unique=True),
     values=st.lists(

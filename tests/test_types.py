@@ -399,7 +399,7 @@ def test_types_of_users(
         pipeline.target(*statements)
     cells = {f"c {i}": (kind, given) for i, (kind, given) in enumerate(values.items())}
     fields = ", ".join(f'"{name}" {kind} , "{name}[]" {kind}[]' for name, (kind, _) in cells.items())
-    keyed = [kind for kind in ('"Mo od"', "nested", "citext") if kind in values]
+    keyed = [kind for kind in ('"Mo od"', "nested", "citext", "ltree") if kind in values]
     pipeline.source(
         f"CREATE TABLE t (id int PRIMARY KEY, {fields})",
         f"CREATE TABLE k (id int, {', '.join(f'k{i} {kind}' for i, kind in enumerate(keyed))}, v int,"
