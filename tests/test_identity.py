@@ -415,7 +415,24 @@ def test_a_key_that_the_target_compares_otherwise(make_pipeline: Make) -> None:
     pipeline.provision()
     pipeline.copy()
     pipeline.apply()
+    pipeline.source("BEGIN; INSERT INTO public.t VALUES ('1.000', 2); DELETE FROM public.t WHERE k = '1.000'; COMMIT")
+    pipeline.apply()
+    pipeline.assert_equal("(SELECT k::text, n FROM public.t) AS rows")
     pipeline.source("INSERT INTO public.t VALUES ('1.00', 2)")
     with pytest.raises(TargetConflict, match=r"takes \(1\.0\) and \(1\.00\) for one"):
         pipeline.apply()
     assert pipeline.target_rows("SELECT k::text, n FROM public.t") == [("1.0", 1)]
+
+
+def test_policies_on_the_target_never_hide_rows(mirrored: PipelineUnderTest) -> None:
+    mirrored.target(
+        "ALTER TABLE public.a ENABLE ROW LEVEL SECURITY",
+        "ALTER TABLE public.a FORCE ROW LEVEL SECURITY",
+        "CREATE POLICY beyond_one ON public.a USING (id > 1) WITH CHECK (true)",
+    )
+    mirrored.source("DELETE FROM public.a WHERE id = 1")
+    with pytest.raises(MissingPrivilege, match="row-level security"):
+        mirrored.apply()
+    mirrored.target("ALTER TABLE public.a NO FORCE ROW LEVEL SECURITY")
+    mirrored.apply()
+    assert_mirrored(mirrored)

@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.chunks import range_condition
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.lsn import format_lsn
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.pipelines import PipelineUnderTest, execute, transaction
 
@@ -249,3 +253,55 @@ def test_a_large_value_of_a_row_that_changed_its_spelling(make_pipeline: Make) -
     pipeline.source(statements("UPDATE {t} SET k = {v0} WHERE n = 0", COARSE))
     pipeline.apply()
     assert_equal(pipeline, COARSE)
+
+
+CHUNKS = 10_000
+SAMPLE = range(0, CHUNKS, 2500)
+
+
+def test_ten_thousand_chunks_of_a_skewed_key(databases: Databases, tmp_path: Path) -> None:
+    """All are planned and filtered by; a sample is copied by tasks, the others are read at once and marked finished."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 2})
+    pipeline.source(
+        "CREATE TABLE public.t (region text, id int, n int, PRIMARY KEY (region, id))",
+        # One region has nearly all rows, and the others stand on both sides of it.
+        "INSERT INTO public.t SELECT CASE WHEN i % 50 > 0 THEN 'm' ELSE 'region ' || i END, i, 0"
+        f" FROM generate_series(1, {2 * CHUNKS}) i",
+    )
+    record = pipeline.provision()
+    assert len(record.chunks) == CHUNKS
+    table = record.targets[0].table
+    changes = [
+        "UPDATE public.t SET n = n + 1 WHERE id % 7 = 0",
+        "UPDATE public.t SET id = -id WHERE id % 11 = 0",
+        "DELETE FROM public.t WHERE id % 13 = 0",
+        "INSERT INTO public.t SELECT 'm', i, 0 FROM generate_series(-300000, -299000) i",
+    ]
+    with transaction(databases.source, *changes) as open_:
+        pipeline.copy(*SAMPLE)
+        open_.commit()
+    with connected(databases.source) as source:
+        sampled = [range_condition(table, record.chunks[index].chunk).as_string(source) for index in SAMPLE]
+        with source.cursor() as cursor:
+            cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+            cursor.execute("SELECT pg_current_snapshot()::text")
+            (snapshot,) = cursor.fetchone() or ("",)
+            cursor.execute(f"SELECT * FROM public.t WHERE NOT ({' OR '.join(sampled)})")
+            rest = cursor.fetchall()
+            cursor.execute("COMMIT")
+    high = format_lsn(pipeline.marker())
+    with psycopg.connect(databases.target) as target:
+        with target.cursor().copy("COPY public.t FROM STDIN") as copy:
+            for row in rest:
+                copy.write_row(row)
+        target.execute(
+            "UPDATE airflow_cdc.chunks SET snapshot = %s, high_lsn = %s, row_count = 2, finished_at = now()"
+            " WHERE snapshot IS NULL",
+            [snapshot, high],
+        )
+    assert pipeline.record.unfinished == ()
+    for change in changes[:3]:
+        pipeline.source(change.replace("% 7", "% 17").replace("% 11", "% 19").replace("% 13", "% 23"))
+    pipeline.apply()
+    pipeline.assert_equal(order="1, 2")
+    pipeline.assert_verified()

@@ -6,9 +6,11 @@ equality may be coarser than the texts: ``citext`` and nondeterministic collatio
 1.00, ``float8`` 0 and -0.
 
 A row of the source has one text at a time, and every change of it comes as an erase of the old text and a write of
-the new one. So what is to be erased must be equal in text too, or the erase of an old spelling would take the row that
-a re-read has already brought under the new one. Which keys a re-read holds is a matter of the target's equality
-alone: it replaces all rows that the target takes for one.
+the new one. Texts are therefore enough to collapse a piece, and to tell rows apart where the target's column is text
+because it lacks the type. Which keys a re-read holds is a matter of the target's equality: it replaces all rows that
+the target takes for one, so that events under any of their spellings are in it. And a target whose equality is
+coarser than the source's, made so by hand, must not lose one row to another: what is erased has to be equal in text
+too, and what is written must not replace a row of another text.
 """
 
 from __future__ import annotations

@@ -224,8 +224,9 @@ class PostgresRecord:
         connection = connect(self.dsn, self._application, autocommit=False)
         try:
             with connection:
-                # What of a user's constraints can wait is checked when the unit is whole.
-                rows(connection, "SET LOCAL synchronous_commit = on; SET CONSTRAINTS ALL DEFERRED")
+                # A policy that hides rows is an error. What of a user's constraints can wait is checked at the end.
+                settings = "SET LOCAL synchronous_commit = on; SET LOCAL row_security = off;"
+                rows(connection, f"{settings} SET CONSTRAINTS ALL DEFERRED")
                 yield connection
         except psycopg2.Error as e:
             conflict = target_conflict(e)
