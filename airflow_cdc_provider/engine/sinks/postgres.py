@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 from psycopg2 import sql
 
@@ -107,6 +108,8 @@ class PostgresSink(PostgresRecord):
             if keys is None:
                 prepare_target(connection, self.pipeline, self.mode, target)
             seq = self._remove_rows(connection, target, keys, applied)
+            if keys is not None:
+                batches = (self._only_members(target, keys, batch) for batch in batches)
             count = self._copy_rows(connection, target, batches, applied, seq)
             watermark = finish()
             index = 0
@@ -156,6 +159,20 @@ class PostgresSink(PostgresRecord):
         elif not statements.empty():
             return statements.log_delete(keys, applied)
         return FIRST_READ
+
+    def _only_members(self, target: Target, keys: frozenset[tuple[str, ...]], batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Leave out rows that the source has found under another text of a key, if that is another key for the target.
+
+        Its column is text where it lacks the key's type. The stream brings these rows.
+        """
+        names = [column.name for column in target.table.columns]
+        columns = [batch.column(names.index(name)) for name in target.table.key]
+        members = np.array([text in keys for text in zip(*(c.to_pylist() for c in columns), strict=True)], dtype=bool)
+        others = np.flatnonzero(~members)
+        if others.size:
+            asked = [column.take(pa.array(others)) for column in columns]
+            members[[others[place] for place, _ in self.members(target, sorted(keys), asked)]] = True
+        return batch.filter(pa.array(members))
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
         """See :meth:`.base.Sink.matching_keys`."""
