@@ -294,7 +294,7 @@ def resolve(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) ->
     """Find the tables that the rules of a pipeline name, in the order of the rules and then of the names.
 
     :param connection: to the source, with the session settings of :mod:`connection`.
-    :param mode: ``mirror`` needs a key; ``changelog`` takes a table without one if its identity is FULL.
+    :param mode: of the sink; either takes a table without a key if its identity is FULL.
     :raises UnknownTable: when a rule matches no table.
     :raises UncapturableTable: when a table named by a plain rule, or every table a glob matches, cannot be captured.
     :raises ConfigError: when a rule's pattern, columns or condition do not fit.
