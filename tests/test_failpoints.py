@@ -93,7 +93,7 @@ def test_a_run_that_is_overtaken_there(pipelines: list[PipelineUnderTest], place
     del pipelines[0 if not rereads(place) else 1]
     (pipeline,) = pipelines
     with writing(pipeline.databases.source):
-        paused = SparklessRun(pipeline.file, f"{place}:pause", rereads(place))
+        paused = SparklessRun(pipeline.file, f"{place}:pause:1", rereads(place))
         try:
             paused.await_pause()
             overtaking = SparklessRun(pipeline.file, takeover=True)

@@ -41,7 +41,7 @@ CASES = {
 
 
 class Peaks(threading.Thread):
-    """The largest resident size that each kind of a command's processes reaches, summed over its workers."""
+    """The largest resident size that a process of each kind reaches, while a command runs."""
 
     def __init__(self, command: Command) -> None:
         super().__init__(name="peaks", daemon=True)
@@ -51,14 +51,12 @@ class Peaks(threading.Thread):
 
     def run(self) -> None:
         while not self._halt.wait(0.3):
-            now = Counter[str]()
             for process in self._command.processes():
                 try:
                     line, size = " ".join(process.cmdline()), process.memory_info().rss
                 except psutil.Error:
                     continue
-                now[self._kind(process.pid, line)] += size
-            for kind, size in now.items():
+                kind = self._kind(process.pid, line)
                 self.peaks[kind] = max(self.peaks[kind], size)
 
     def _kind(self, pid: int, line: str) -> str:

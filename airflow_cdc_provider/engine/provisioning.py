@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.run import (
     existing_record,
     note_passage,
     refuse_second_writer,
+    require_epoch,
     require_targets,
     sink_of,
     take_epoch,
@@ -56,11 +57,12 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             _refuse_foreign_slot(source, pipeline, state)
             with _new_slot(source, pipeline, state, tables) as (identity, consistent):
                 sink.prepare(_targets(pipeline, tables), _plan(source, pipeline, tables), identity, consistent)
-            take_epoch(pipeline, state, takeover)
+            epoch = take_epoch(pipeline, state, takeover)
         else:
             _refuse_other_sink(pipeline, record)
-            take_epoch(pipeline, state, takeover)
+            epoch = take_epoch(pipeline, state, takeover)
             record = existing_record(pipeline)
+            require_epoch(record, epoch)
             passage = gate(source, names, record)
             require_targets(sink, record)
             if note_passage(sink, record, passage):
@@ -73,6 +75,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
                 sink.prepare(_targets(pipeline, added), chunks, record.identity, record.applied)
         state.remove(_PROVISIONING)
         record = existing_record(pipeline)
+        require_epoch(record, epoch)
         write_ledger(state, record)
         found = gate(source, names, record).slot
     return record, found

@@ -74,6 +74,7 @@ def refuse_second_writer(state: State, epoch: int, part: str | None, takeover: b
 def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
     """Become the pipeline's only writer, and end what an earlier run has left on the slot.
 
+    :returns: the epoch. What the record says afterwards may be another's already: see :func:`require_epoch`.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     :raises GateClosed: when the source is a standby.
     """
@@ -86,6 +87,18 @@ def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
         epoch = sink_of(pipeline).take_epoch(str(Owner.this()))
         end_walsender(source, slot, reader_name(pipeline.source.dsn, slot))
     return epoch
+
+
+def require_epoch(record: Record, epoch: int) -> None:
+    """Refuse to go on under an epoch that is no longer the pipeline's.
+
+    :raises Fenced: when another run has taken over.
+    """
+    if record.epoch != epoch:
+        raise Fenced(
+            f"this run has epoch {epoch}, but the pipeline is at epoch {record.epoch}: another run has taken over",
+            "Nothing to do if the other run is meant; otherwise start a new run.",
+        )
 
 
 def note_passage(sink: Sink, record: Record, passage: Passage) -> bool:
@@ -217,16 +230,11 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     """Take or check the epoch, pass the gate, and return the record."""
     record = existing_record(pipeline)
     if epoch is None:
-        take_epoch(pipeline, state, takeover)
+        epoch = take_epoch(pipeline, state, takeover)
         record = existing_record(pipeline)  # the run that was taken over may have committed until then
     else:
         refuse_second_writer(state, epoch, part, takeover)
-        if record.epoch != epoch:
-            raise Fenced(
-                f"this is a part of the run with epoch {epoch}, but pipeline {pipeline.name!r} is at epoch"
-                f" {record.epoch}: another run has taken over",
-                "Nothing to do if the other run is meant; otherwise start a new run.",
-            )
+    require_epoch(record, epoch)
     sink = sink_of(pipeline)
     with connected(pipeline.source.dsn) as source:
         passage = gate(source, pipeline.source, record)
