@@ -92,8 +92,8 @@ torture: $(INSTALLED) java ## torture a pipeline: SECONDS=n SEED=s, MODE=mirror 
 	$(BIN)/python -m tests.torture --seconds $(SECONDS) --seed $(SEED) $(if $(MODE),--mode $(MODE))
 
 .PHONY: bench
-bench: $(INSTALLED) java ## run the benchmarks
-	$(BIN)/python -m benchmarks
+bench: $(INSTALLED) java ## run the benchmarks; CASE=soak SECONDS=600 for the soak
+	$(BIN)/python -m benchmarks $(CASE) $(if $(SECONDS),--seconds $(SECONDS))
 
 .PHONY: clean
 clean: ## remove caches and build output; .venv stays

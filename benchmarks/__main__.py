@@ -13,17 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_cdc_provider.engine.errors import CdcError
-from benchmarks import snapshot, stream
+from benchmarks import snapshot, soak, stream
 from benchmarks.lab import laboratory, query
 from benchmarks.report import Series, WrongResult, as_json, as_text, describe_machine
 
 SNAPSHOT = "snapshot"
 CASES = (SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
+"""What is measured by default; the soak, which takes minutes, only by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases and return the exit code."""
     options = _parser().parse_args(arguments)
+    if soak.SOAK in options.cases:
+        return _soak(options)
     cases = frozenset(options.cases or CASES)
     series: list[Series] = []
     load = os.getloadavg()[0]
@@ -46,9 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _soak(options: argparse.Namespace) -> int:
+    load = os.getloadavg()[0]
+    try:
+        found = soak.measure(options.seconds, options.rate)
+    except (WrongResult, CdcError) as e:
+        print(f"benchmark failed: {e}", file=sys.stderr)
+        return 1
+    print(found.as_text())
+    if options.json:
+        document = {"machine": describe_machine("16", load), **found.as_dict()}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
 def _case(text: str) -> str:
-    if text not in CASES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(CASES)}")
+    known = (*CASES, soak.SOAK)
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
     return text
 
 
@@ -61,9 +79,13 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", metavar="case", type=_case, help=f"{', '.join(CASES)}; all by default")
+    parser.add_argument(
+        "cases", nargs="*", metavar="case", type=_case, help=f"{', '.join(CASES)}: all by default; or {soak.SOAK}"
+    )
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
+    parser.add_argument("--seconds", type=_positive, default=600, help="how long the soak writes")
+    parser.add_argument("--rate", type=_positive, default=2000, help="changes a second that the soak writes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file, too")
     return parser
 

@@ -34,7 +34,7 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.reading import plan_read
-from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine.run import Run, existing_record, run_part
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
 from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
@@ -179,7 +179,8 @@ class PipelineUnderTest:
             "source": {"dsn": databases.pipeline_source, "tables": list(tables)},
             "sink": {"dsn": databases.pipeline_target},
             "state": f"file://{self.state}",
-            "stream": {"trigger": "200 ms", "heartbeat": "1 second"},
+            # A failure ends the command, so that the test can say what happens next.
+            "stream": {"trigger": "200 ms", "heartbeat": "1 second", "restart": {"strategy": "none"}},
             "spark": {"conf": SPARK_CONF},
         }
         self.file = directory / "pipeline.yaml"
@@ -410,22 +411,31 @@ def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None
     :param takeover: go on although another run is alive.
     """
     with run_part(pipeline, "stream", None, takeover) as (run, record):
-        job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
-        reader = SlotStreamReader(job._source_options())
-        try:
-            _follow(pipeline, job, reader, until)
-        finally:
-            reader.stop()
+        follow_log(run, record, until)
 
 
-def _follow(pipeline: Pipeline, job: StreamJob, reader: SlotStreamReader, until: int) -> None:
+def follow_log(run: Run, record: Record, until: int | None) -> None:
+    """One attempt of the stream job; with ``until`` ``None`` it goes on until the run is asked to stop."""
+    job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
+    reader = SlotStreamReader(job._source_options())
+    try:
+        _follow(run, job, reader, until)
+    finally:
+        reader.stop()
+
+
+def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None) -> None:
+    pipeline = run.pipeline
     limit = reader.getDefaultReadLimit()
     start, number = reader.initialOffset(), 0
 
     def passed() -> bool:
         nonlocal start, number
         end = reader.latestOffset(start, limit)
-        if Position.from_json(start).lsn >= until:
+        run.progress = {}
+        if until is None and run.stopping:
+            return True
+        if until is not None and Position.from_json(start).lsn >= until:
             return True
         if end == start:
             return False
@@ -434,6 +444,10 @@ def _follow(pipeline: Pipeline, job: StreamJob, reader: SlotStreamReader, until:
         start, number = end, number + 1
         return False
 
+    if until is None:
+        while not passed():
+            run.wait(0.02)
+        return
     assert await_condition(passed, SECONDS), f"the stream did not reach {until:X}"
     applied = existing_record(pipeline).applied
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.report import Series, WrongResult, as_json, as_text, check
+from benchmarks.soak import Sample, Soak
 
 ROOT = Path(__file__).parents[1]
 PEERS = {"copy | copy": None, "snapshot": "copy | copy", "pg_recvlogical": None} | dict.fromkeys(
@@ -59,3 +60,25 @@ def test_all_cases_run_and_are_right(tmp_path: Path) -> None:
         assert each["rows_per_second"].keys() == {"median", "min", "max"}
         assert all(rate > 0 for rate in each["rows_per_second"].values())
         assert (each["ratio"] is None) == (each["peer"] is None)
+
+
+@pytest.mark.spark
+def test_the_soak_runs_and_is_right(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    done = run("soak", "--seconds", "6", "--rate", "500", "--json", str(file))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "changes in 6 s; retained log" in done.stdout
+    figures: dict[str, Any] = json.loads(file.read_text())
+    assert figures["changes"] > 0
+    assert len(figures["samples"]) > 2
+    assert all(min(sample["driver"], sample["jvm"], sample["workers"]) > 0 for sample in figures["samples"])
+
+
+def test_growth_is_told_from_noise() -> None:
+    def soak(growth: int) -> Soak:
+        return Soak(300.0, tuple(Sample(5.0 * i, 1000, 0, 100, 700 + growth * i, 200, i) for i in range(60)))
+
+    assert soak(0).memory_flat
+    assert not soak(10).memory_flat
+    assert soak(10).slope("jvm") == pytest.approx(120)
+    assert soak(0).retained_bounded

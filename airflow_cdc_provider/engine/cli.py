@@ -11,7 +11,9 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,20 +190,35 @@ def _status(result: dict[str, Any]) -> str:
     lines = [
         f"pipeline {result['pipeline']}: {result['state']}, {'' if result['consistent'] else 'not yet '}consistent"
     ]
+    if "sink" in result["unreachable"]:
+        lines = [f"pipeline {result['pipeline']}: {result['state']}"]
+    if result["restart"]:
+        lines.append(f"restart  {_restart(result['restart'])}")
+    lines += [f"{server:8} {message}" for server, message in result["unreachable"].items()]
     if result["applied_lsn"]:
-        lag = f"lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']} s"
-        lines.append(f"applied  {result['applied_lsn']}, {lag}")
-        if not slot:
+        behind = result["lag_bytes"] is not None
+        lag = f", lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']} s" if behind else ""
+        lines.append(f"applied  {result['applied_lsn']}{lag}")
+        if not slot and "source" not in result["unreachable"]:
             lines.append("slot     none on the source")
     if slot:
         lines.append(
             f"slot     restart_lsn {slot['restart_lsn']}, confirmed_flush_lsn {slot['confirmed_flush_lsn']},"
-            f" retains {human_bytes(slot['retained_bytes'])}, {slot['wal_status']}"
+            f" retains {human_bytes(slot['retained_bytes'])} of {human_bytes(slot['budget']['max_retained_bytes'])}"
+            f"{_LEVELS[slot['budget']['level']]}, {slot['wal_status']}"
         )
     if result["last_error"]:
         lines.append(f"error    {result['last_error']['message']} {result['last_error']['solution']}")
     chunks = [[t["table"], f"{t['finished']}/{t['chunks']}", f"{t['rows']:,}"] for t in result["tables"]]
     return "\n".join([*lines, text_table(["table", "chunks", "rows"], chunks)])
+
+
+_LEVELS = {"ok": "", "warning": " (close to the budget)", "exceeded": " (beyond the budget)"}
+
+
+def _restart(restart: dict[str, Any]) -> str:
+    wait = max(0, math.ceil(restart["next_attempt_at"] - time.time()))
+    return f"attempt {restart['attempt']} of {restart['of']} {f'in {wait} s' if wait else 'now'}"
 
 
 def _verify(result: dict[str, Any]) -> str:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import provisioning, reread, slot
+from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
-from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import (
     RESNAPSHOT,
     STREAM,
+    budget_of,
     existing_record,
     last_error,
     refuse_second_writer,
@@ -27,7 +30,7 @@ from airflow_cdc_provider.engine.run import (
     sink_of,
 )
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.state import State, read_heartbeats
+from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
 from airflow_cdc_provider.engine.verify import Pair, compare, compare_changelog
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -101,15 +104,25 @@ def snapshot(
         chunks = choose_chunks(record, *group)
         if not chunks:
             return {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
+        done = SnapshotProgress(len(chunks), 0, 0, 0.0)
 
-        def tell(progress: SnapshotProgress) -> None:
-            run.progress = _rate(progress.__dict__, progress.rows)
-            report("snapshot", run.progress)
+        def attempt(record: Record) -> None:
+            nonlocal done
+            copied = [c.rows for c in record.chunks if c.chunk in chunks and c.watermark is not None]
+            before = done = SnapshotProgress(len(chunks), len(copied), sum(copied), done.seconds)
+
+            def tell(progress: SnapshotProgress) -> None:
+                nonlocal done
+                done = before.plus(progress)
+                run.progress = _rate(asdict(done), done.rows)
+                report("snapshot", run.progress)
+
+            copy_chunks(spark, run, record, choose_chunks(record, *group), tell)
 
         with spark_session(pipeline, "snapshot") as spark:
-            progress = copy_chunks(spark, run, record, chunks, tell)
+            keep_trying(run, record, attempt)
         provisioning.write_ledger(run.state, existing_record(pipeline))
-        return _rate(progress.__dict__, progress.rows)
+        return _rate(asdict(done), done.rows)
 
 
 def stream(
@@ -140,17 +153,26 @@ def stream(
             with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
                 target = max(slot.emit_marker(source, "caught-up"), record.high)
 
-        def tell(progress: StreamProgress) -> None:
-            values = {"applied_lsn": format_lsn(progress.applied), "changes": progress.changes}
-            run.progress = _rate(values | {"seconds": progress.seconds}, progress.changes)
-            report("stream", run.progress)
+        done = StreamProgress(record.applied, 0, 0.0)
+
+        def attempt(record: Record) -> None:
+            before = done
+
+            def tell(progress: StreamProgress) -> None:
+                nonlocal done
+                done = before.plus(progress)
+                values = {"applied_lsn": format_lsn(done.applied), "changes": done.changes}
+                run.progress = _rate(values | {"seconds": done.seconds}, done.changes)
+                report("stream", run.progress)
+
+            StreamJob(spark, run, record, tell).follow(target)
 
         with spark_session(pipeline, "stream") as spark:
-            progress = StreamJob(spark, run, record, tell).follow(target)
+            keep_trying(run, record, attempt)
         return {
-            "applied_lsn": format_lsn(progress.applied),
-            "changes": progress.changes,
-            "caught_up": target is not None and progress.applied >= target,
+            "applied_lsn": format_lsn(done.applied),
+            "changes": done.changes,
+            "caught_up": target is not None and done.applied >= target,
         }
 
 
@@ -203,43 +225,73 @@ def stop(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def status(pipeline: Pipeline) -> dict[str, Any]:
-    """Where the pipeline is."""
+    """Where the pipeline is. While a job lives, a server that cannot be reached is a part of the answer.
+
+    :raises ConnectionFailed: when a server cannot be reached and no job lives.
+    """
     state = State(pipeline.state)
-    record = sink_of(pipeline).record()
     beats = [beat for beat in read_heartbeats(state) if beat.alive]
-    error = last_error(state)
-    with connected(pipeline.source.dsn) as source:
-        found = slot.read_slot(source, pipeline.source.slot)
-        lag_bytes = lag_seconds = None
-        if record is not None:
-            lag_bytes, lag_seconds = _lag(source, record)
+    unreachable: dict[str, Any] = {}
+    record: Record | None = None
+    found: slot.SlotState | None = None
+    lag_bytes = lag_seconds = None
+    try:
+        record = sink_of(pipeline).record()
+    except ConnectionFailed as e:
+        unreachable["sink"] = e
+    try:
+        with connected(pipeline.source.dsn) as source:
+            found = slot.read_slot(source, pipeline.source.slot)
+            if record is not None:
+                lag_bytes, lag_seconds = _lag(source, record)
+    except ConnectionFailed as e:
+        unreachable["source"] = e
+    if unreachable and not beats:
+        raise next(iter(unreachable.values()))
+    restart = next((beat.progress["restart"] for beat in beats if "restart" in beat.progress), None)
+    error = restart["error"] if restart else last_error(state)
+    return {
+        "pipeline": pipeline.name,
+        "state": _condition(record, beats, restart, error),
+        "epoch": record.epoch if record else next((beat.epoch for beat in beats), None),
+        "consistent": record.consistent if record else False,
+        "applied_lsn": format_lsn(record.applied) if record else None,
+        "lag_bytes": lag_bytes,
+        "lag_seconds": lag_seconds,
+        "slot": found.as_dict() | {"budget": _budget(pipeline, found)} if found else None,
+        "tables": _tables(record) if record else [],
+        "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
+        "restart": restart,
+        "unreachable": {server: e.message for server, e in unreachable.items()},
+        "last_error": error,
+    }
+
+
+def _tables(record: Record) -> list[dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {}
-    for c in record.chunks if record else ():
+    for c in record.chunks:
         if c.keys is None:
             table = tables.setdefault(c.chunk.table, {"table": c.chunk.table, "chunks": 0, "finished": 0, "rows": 0})
             table["chunks"] += 1
             table["finished"] += c.watermark is not None
             table["rows"] += c.rows
-    return {
-        "pipeline": pipeline.name,
-        "state": _condition(record, [beat.part for beat in beats], error),
-        "epoch": record.epoch if record else None,
-        "consistent": record.consistent if record else False,
-        "applied_lsn": format_lsn(record.applied) if record else None,
-        "lag_bytes": lag_bytes,
-        "lag_seconds": lag_seconds,
-        "slot": found.as_dict() if found else None,
-        "tables": list(tables.values()),
-        "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
-        "last_error": error,
-    }
+    return list(tables.values())
 
 
-def _condition(record: Record | None, parts: list[str], error: dict[str, Any] | None) -> str:
+def _budget(pipeline: Pipeline, found: slot.SlotState) -> dict[str, Any]:
+    budget = budget_of(pipeline)
+    return {"max_retained_bytes": budget.limit, "action": budget.action, "level": budget.level(found.retained)}
+
+
+def _condition(
+    record: Record | None, beats: Sequence[Heartbeat], restart: dict[str, Any] | None, error: dict[str, Any] | None
+) -> str:
+    if restart:
+        return "restarting"
+    if beats:
+        return "streaming" if STREAM in [beat.part for beat in beats] else "snapshotting"
     if record is None:
         return "new"
-    if parts:
-        return "streaming" if STREAM in parts else "snapshotting"
     return "failed" if error else "stopped"
 
 

@@ -22,6 +22,7 @@ import yaml
 from psycopg2.extensions import parse_dsn
 
 from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.restart import Restart, Strategy
 
 T = TypeVar("T")
 
@@ -80,11 +81,18 @@ class SnapshotSettings:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How the log is followed; ``trigger`` and ``heartbeat`` in seconds, ``max_batch_bytes`` in bytes."""
+    """How the log is followed; ``trigger`` and ``heartbeat`` in seconds, sizes in bytes.
+
+    :param restart: when a job that broke, of stream or snapshot, is begun again.
+    :param max_retained_wal: the log that the source may keep for the slot before ``on_max_retained_wal`` is done.
+    """
 
     trigger: float = 2.0
     max_batch_bytes: int = 64 << 20
     heartbeat: float = 10.0
+    restart: Restart = field(default_factory=Restart)
+    max_retained_wal: int = 10 << 30
+    on_max_retained_wal: Literal["warn", "stop", "drop-slot"] = "warn"
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,14 @@ class Pipeline:
                 parallelism=_positive_integer,
             ),
             stream=root.settings(
-                "stream", StreamSettings, trigger=_seconds, max_batch_bytes=_bytes, heartbeat=_positive_seconds
+                "stream",
+                StreamSettings,
+                trigger=_seconds,
+                max_batch_bytes=_bytes,
+                heartbeat=_positive_seconds,
+                restart=lambda value: _restart(_Section("stream.restart", value, environment)),
+                max_retained_wal=_bytes,
+                on_max_retained_wal=_one_of("warn", "stop", "drop-slot"),
             ),
             spark=root.settings("spark", SparkSettings, master=_text, conf=_string_mapping),
         )
@@ -268,6 +283,20 @@ class _Section:
                 f"{self._full(str(key))}: unknown key (value {self._shown(value)})",
                 f"Remove it, or use one of: {', '.join(sorted(self._known))}.",
             )
+
+
+def _restart(section: _Section) -> Restart:
+    """A restart strategy with the keys that belong to it."""
+    default = Restart()
+    checks: dict[str, dict[str, Callable[[object], Any]]] = {
+        "fixed-delay": {"attempts": _positive_integer, "delay": _seconds},
+        "failure-rate": {"failures": _positive_integer, "interval": _positive_seconds, "delay": _seconds},
+        "none": {},
+    }
+    strategy = section.take("strategy", _one_of(*checks), default.strategy)
+    given = {name: section.take(name, check, getattr(default, name)) for name, check in checks[strategy].items()}
+    section.finish()
+    return dataclasses.replace(default, strategy=cast(Strategy, strategy), **given)
 
 
 def connection_uri(connection: str) -> str:

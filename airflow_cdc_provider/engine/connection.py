@@ -17,6 +17,7 @@ import psycopg2.extensions
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.liveness import watch
 
 Connection: TypeAlias = psycopg2.extensions.connection
 
@@ -34,14 +35,38 @@ SESSION = {
     "quote_all_identifiers": "off",
     "standard_conforming_strings": "on",
     "search_path": "pg_catalog",
+    # What a role or a database sets against its own forgetful clients would end long reads and commits.
     "statement_timeout": "0",
+    "lock_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "idle_session_timeout": "0",
+    # For the server's side, which would hold the locks of a client that is gone for hours.
+    "tcp_keepalives_idle": "15",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "tcp_user_timeout": "30000",
 }
+
+NO_TRANSACTION_TIMEOUT = (
+    "SELECT set_config('transaction_timeout', '0', false) WHERE current_setting('transaction_timeout', true) <> '0'"
+)
+"""For the start of a session: the setting exists from Postgres 17 on, so it cannot stand among the others."""
 
 CONNECT_TIMEOUT = 10
 
+# Dead within 30 seconds: a peer that acknowledges neither what we send nor, when all is quiet, the kernel's probes.
+_TRANSPORT = {
+    "connect_timeout": str(CONNECT_TIMEOUT),
+    "keepalives": "1",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+
 
 def session_dsn(dsn: str, application: str, settings: Mapping[str, str] | None = None) -> str:
-    """Return ``dsn`` with the session settings, a connect timeout and an application name.
+    """Return ``dsn`` with the session settings, the timeouts of a connection, and an application name.
 
     :param dsn: a libpq URI; options it already carries win over ours where they are not settings.
     :param application: shown in ``pg_stat_activity``.
@@ -51,9 +76,7 @@ def session_dsn(dsn: str, application: str, settings: Mapping[str, str] | None =
     query = dict(parse_qsl(parts.query.replace("+", "%2B")))  # a plus is itself to libpq
     options = " ".join(f"-c {name}={value}" for name, value in (SESSION | dict(settings or {})).items())
     query["options"] = f"{query['options']} {options}" if "options" in query else options
-    query.setdefault("connect_timeout", str(CONNECT_TIMEOUT))
-    query.setdefault("application_name", application)
-    query.setdefault("keepalives_idle", "30")
+    query = _TRANSPORT | {"application_name": application} | query
     return urlunsplit(parts._replace(query=urlencode(query, quote_via=quote)))
 
 
@@ -76,6 +99,10 @@ def connect(
     """
     try:
         connection = psycopg2.connect(session_dsn(dsn, application, settings))
+        watch(connection, dsn)
+        connection.autocommit = True
+        if connection.server_version >= 170000:
+            rows(connection, NO_TRANSACTION_TIMEOUT)
     except psycopg2.Error as e:
         raise connection_failure(
             dsn,

@@ -148,6 +148,10 @@ class Fenced(Refused):
     retry = Retry.FAIL
 
 
+class SlotBudgetExceeded(Refused):
+    """The slot retains more of the source's log than the pipeline file allows."""
+
+
 class ForeignTable(Refused):
     """A target table exists with rows that this pipeline did not write."""
 

@@ -9,7 +9,10 @@ and cannot be taken back by a crash of the source.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import adbc_driver_manager
 import adbc_driver_postgresql.dbapi as adbc
@@ -19,9 +22,10 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.connection import Connection, describe, session_dsn
+from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, Connection, describe, session_dsn
 from airflow_cdc_provider.engine.errors import CdcError, GateClosed, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.liveness import Calls
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.visibility import Snapshot
@@ -62,26 +66,52 @@ class SnapshotReader:
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        with _as_failure(read.dsn):
-            self._connection = adbc.connect(session_dsn(read.dsn, "airflow-cdc read", _SETTINGS), autocommit=True)
+        self._call = Calls(read.dsn)
+        self._connection: Any = None
         self.snapshot: Snapshot | None = None
+        try:
+            with _as_failure(read.dsn):
+                dsn = session_dsn(read.dsn, "airflow-cdc read", _SETTINGS)
+                self._connection = self._call(partial(adbc.connect, dsn, autocommit=True))
+                with self._cursor() as cursor:
+                    self._execute(cursor, NO_TRANSACTION_TIMEOUT)
+                    self._execute(cursor, "SELECT pg_backend_pid()")
+                    (self._call.pid,) = self._call(cursor.fetchone)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Close the connection, and with it whatever is open."""
-        self._connection.close()
+        """Close the connection, and with it whatever is open; one that has been given up is left alone."""
+        if self._connection is not None and not self._call.lost:
+            self._call(self._connection.close)
+        self._call.end()
+
+    @contextmanager
+    def _cursor(self) -> Iterator[Any]:
+        cursor = self._connection.cursor()
+        try:
+            yield cursor
+        finally:
+            if not self._call.lost:
+                self._call(cursor.close)
+
+    def _execute(self, cursor: Any, statement: str) -> None:
+        self._call(cursor.execute, statement)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as record batches of text columns."""
         failpoint("before-chunk-read")
-        with _as_failure(self._read.dsn), self._connection.cursor() as cursor:
-            cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        with _as_failure(self._read.dsn), self._cursor() as cursor:
+            self._execute(cursor, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             for lock in self._read.locks:
-                cursor.execute(lock)
-            cursor.execute(
+                self._execute(cursor, lock)
+            self._execute(
+                cursor,
                 "SELECT pg_current_snapshot()::text, pg_is_in_recovery(), CASE WHEN NOT pg_is_in_recovery() THEN"
-                " ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int END"
+                " ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int END",
             )
-            (snapshot, in_recovery, timeline) = cursor.fetchone()
+            (snapshot, in_recovery, timeline) = self._call(cursor.fetchone)
             if in_recovery or timeline != self._read.timeline:
                 raise GateClosed(
                     f"{describe(self._read.dsn)} is {'a standby' if in_recovery else f'on timeline {timeline}'}, but"
@@ -89,17 +119,19 @@ class SnapshotReader:
                     "Point the pipeline at the primary. After a failover run `airflow-cdc resnapshot --all`.",
                 )
             self.snapshot = Snapshot.parse(snapshot)
-            cursor.execute(self._read.query)
-            yield from cursor.fetch_record_batch()
-            cursor.execute("COMMIT")
+            self._execute(cursor, self._read.query)
+            batches = iter(self._call(cursor.fetch_record_batch))
+            while (batch := self._call(next, batches, None)) is not None:
+                yield batch
+            self._execute(cursor, "COMMIT")
         failpoint("after-chunk-read")
 
     def finish(self) -> Watermark:
         """Commit the marker that flushes what was read, and return the read's watermark."""
         assert self.snapshot is not None, "the rows have not been read"
-        with _as_failure(self._read.dsn), self._connection.cursor() as cursor:
-            cursor.execute(f"SELECT pg_logical_emit_message(true, '{MESSAGE_PREFIX}', 'read')::text")
-            (marker,) = cursor.fetchone()
+        with _as_failure(self._read.dsn), self._cursor() as cursor:
+            self._execute(cursor, f"SELECT pg_logical_emit_message(true, '{MESSAGE_PREFIX}', 'read')::text")
+            (marker,) = self._call(cursor.fetchone)
         return Watermark(self.snapshot, parse_lsn(marker))
 
 
@@ -120,10 +152,27 @@ class _as_failure:
 DRIVER_ERRORS: tuple[type[Exception], ...] = (psycopg2.Error, adbc_driver_manager.Error)
 
 
+_SOLUTIONS = {
+    "25006": "The server takes no writes: is it a standby, or is default_transaction_read_only set?",
+    "53100": "Make room on the server's disk.",
+    "53200": "The server is out of memory.",
+    "53300": "The server is out of connections: raise max_connections, or end sessions.",
+}
+"""By SQLSTATE: what is wrong with a server that is otherwise well."""
+
+
 def driver_failure(error: BaseException, where: str) -> StreamFailed:
     """An engine error for an error of a database driver."""
     text = str(error).strip()
+    if isinstance(error, adbc_driver_manager.Error):
+        text = text.rpartition("': ")[2]  # it begins with the query
+    state = getattr(error, "pgcode", None) or getattr(error, "sqlstate", None)
     return StreamFailed(
         f"{where}: {text.splitlines()[0] if text else type(error).__name__}",
-        "Start again: what has been committed stays, the rest is done anew. If it persists, look at the server's log.",
+        " ".join(
+            [
+                _SOLUTIONS.get(state or "", "If it persists, look at the server's log."),
+                "Start again: what has been committed stays, the rest is done anew.",
+            ]
+        ),
     )

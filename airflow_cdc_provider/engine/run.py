@@ -17,6 +17,7 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
+from airflow_cdc_provider.engine.budget import Budget, BudgetWatch
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError, Fenced, GateClosed, SecondWriter, StateUnwritable
@@ -37,6 +38,11 @@ _ERROR = "error.json"
 def sink_of(pipeline: Pipeline) -> Sink:
     """The sink that a pipeline file names."""
     return PostgresSink(pipeline.sink.dsn, pipeline.name, pipeline.sink.mode)
+
+
+def budget_of(pipeline: Pipeline) -> Budget:
+    """The slot's budget that a pipeline file sets."""
+    return Budget(pipeline.stream.max_retained_wal, pipeline.stream.on_max_retained_wal)
 
 
 def existing_record(pipeline: Pipeline) -> Record:
@@ -136,6 +142,7 @@ class Run:
         self.part = part
         self.epoch = epoch
         self.sink = sink_of(pipeline)
+        self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot)
         self.progress: dict[str, Any] = {}
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -214,7 +221,7 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     with _signals(run):
         try:
             yield run, record
-            if part == STREAM:
+            if part == STREAM and "restart" not in run.progress:  # else a server is out of reach
                 _note_slot(run)
         except CdcError as e:
             record_error(state, e)
@@ -257,6 +264,27 @@ def _note_slot(run: Run) -> None:
 
         if record.epoch == run.epoch and wait_until(free, _RELEASE_SECONDS):
             note_passage(run.sink, record, gate(source, run.pipeline.source, record))
+
+
+def rejoin(run: Run, blocked: bool) -> Record:
+    """Go on with a run whose connections broke: fence and gate as at a start, under the epoch that it has.
+
+    What the broken connections have left on the servers is ended, as nobody knows when these notice.
+
+    :param blocked: whether something in the sink was waited for in vain, which may be our own.
+    :returns: the commit record.
+    :raises Fenced: when another run has taken the epoch meanwhile.
+    :raises GateClosed: when the source cannot continue the sink's record.
+    """
+    pipeline, streaming = run.pipeline, run.part == STREAM
+    # Beside a stream nothing else writes; beside a snapshot's group, others may.
+    if (streaming or blocked) and existing_record(pipeline).epoch == run.epoch:
+        run.sink.end_sessions()
+    record = _enter(pipeline, run.state, run.part, run.epoch, takeover=True)
+    if streaming:
+        with connected(pipeline.source.dsn) as source:
+            end_walsender(source, pipeline.source.slot, reader_name(pipeline.source.dsn, pipeline.source.slot))
+    return record
 
 
 def record_error(state: State, error: CdcError) -> None:

@@ -46,6 +46,12 @@ class SnapshotProgress:
     rows: int
     seconds: float
 
+    def plus(self, further: SnapshotProgress) -> SnapshotProgress:
+        """The progress after a further attempt at what this one has left unfinished."""
+        return SnapshotProgress(
+            self.chunks, self.finished + further.finished, self.rows + further.rows, self.seconds + further.seconds
+        )
+
 
 def choose_chunks(record: Record, group: int, groups: int) -> tuple[Chunk, ...]:
     """The unfinished chunks of one of several groups; a chunk's group never changes."""

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from airflow_cdc_provider.engine import errors
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import chunk_of
@@ -39,7 +41,7 @@ from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.reread import read_again, read_keys_again, take_requests
 from airflow_cdc_provider.engine.run import Run, existing_record, note_passage
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, Sink, StagedPiece, Target
-from airflow_cdc_provider.engine.slot import emit_marker, read_slot, wait_until
+from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot, wait_until
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 
 _POLL_SECONDS = 0.25
@@ -60,6 +62,10 @@ class StreamProgress:
     applied: int
     changes: int
     seconds: float
+
+    def plus(self, further: StreamProgress) -> StreamProgress:
+        """The progress after a further attempt, which begins where this one ended."""
+        return StreamProgress(further.applied, self.changes + further.changes, self.seconds + further.seconds)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class StreamJob:
                     self._run.check()
                     if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
                         beat = time.monotonic()
-                        self._gate(source)
+                        self._run.budget.look(self._gate(source))
                         emit_marker(source, "heartbeat")
                     self._report(self._progress())
                 self._await_acknowledgement(source, query)
@@ -213,10 +219,11 @@ class StreamJob:
         if position.block or not borne_out:
             self._run.state.remove("checkpoint")
 
-    def _gate(self, source: Connection) -> None:
+    def _gate(self, source: Connection) -> SlotState:
         """Look whether the source can still continue; what was seen the time before, it has saved by now."""
         passage = gate(source, self._pipeline.source, self._record, lambda: self._applied)
         self._seen, self._passage = self._passage, passage
+        return passage.slot
 
     def _terminated(self, query: StreamingQuery) -> bool:
         """Wait a little; raise what ended the query, if something did."""
@@ -383,8 +390,9 @@ def _query_failure(text: str) -> CdcError:
     lines = [line.strip() for line in text.splitlines() if "airflow_cdc_provider.engine.errors." in line]
     if lines:
         _, _, tail = lines[-1].partition("airflow_cdc_provider.engine.errors.")
-        kind, _, message = tail.partition(": ")
-        return StreamFailed(f"{kind}: {message}", "Start again: the stream goes on from the last commit.")
+        name, _, message = tail.partition(": ")
+        kind = getattr(errors, name, StreamFailed)  # by which is decided whether to begin again
+        return cast(CdcError, kind(message, "Start again: the stream goes on from the last commit."))
     return StreamFailed(
         f"the streaming query ended: {text.splitlines()[0] if text else 'without a message'}",
         "Start again: the stream goes on from the last commit. Spark's log has the whole error.",

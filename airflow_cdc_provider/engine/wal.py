@@ -2,7 +2,9 @@
 
 When the buffer is full the reading thread stops, and TCP's back-pressure
 reaches the walsender. Status messages go out unasked all the while, also then,
-because a walsender that hears nothing for ``wal_sender_timeout`` hangs up.
+because a walsender that hears nothing for ``wal_sender_timeout`` hangs up. The
+same holds the other way round: a server that is asked to reply and sends nothing
+for that time is taken for gone.
 
 psycopg's ``PGconn`` is used because it sends only what we send. psycopg2's
 replication cursor acknowledges on its own when a keepalive comes, and has been
@@ -19,15 +21,25 @@ import struct
 import threading
 import time
 
+import psycopg
 from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position
-from airflow_cdc_provider.engine.connection import connected, connection_failure, scalar, session_dsn
+from airflow_cdc_provider.engine.connection import (
+    CONNECT_TIMEOUT,
+    NO_TRANSACTION_TIMEOUT,
+    connected,
+    connection_failure,
+    scalar,
+    session_dsn,
+)
 from airflow_cdc_provider.engine.errors import ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Piece
 
+_ANSWER_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 _HEADER = 25  # of XLogData: kind, start, end, time
 
 
@@ -58,7 +70,8 @@ class WalReader:
         self._ask_reply = False
         self._failure: Exception | None = None
         self._closing = False
-        self._status_interval = _status_interval(dsn)
+        self._silence = _sender_timeout(dsn)
+        self._status_interval = min(10.0, self._silence / 3)
         self._connection: PGconn = _start_replication(dsn, slot, publication, start)
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="wal-reader", daemon=True)
@@ -122,7 +135,10 @@ class WalReader:
 
     def _run(self) -> None:
         try:
-            self._read()
+            try:
+                self._read()
+            except psycopg.Error as e:
+                raise StreamFailed(*_ended(self._connection)) from e
         except Exception as e:  # handed to the next caller, who runs in Spark's thread
             with self._changed:
                 self._failure = e
@@ -131,13 +147,24 @@ class WalReader:
     def _read(self) -> None:
         connection, socket = self._connection, self._connection.socket
         sent_at, sent = 0.0, 0
+        heard = asked = time.monotonic()
         while not self._closing:
+            now = time.monotonic()
+            if now - heard > self._silence:
+                raise StreamFailed(
+                    f"the server has sent nothing for {self._silence:g} seconds, although it was asked to",
+                    "Start again: the stream goes on from the last commit. If it persists, look at network and server.",
+                )
+            if now - max(heard, asked) > self._silence / 3:
+                self._ask_reply, asked = True, now
             if self._acknowledged != sent or self._ask_reply or time.monotonic() - sent_at > self._status_interval:
                 reply, self._ask_reply = self._ask_reply, False
                 sent, sent_at = self._acknowledged, time.monotonic()
                 self._send_status(sent, reply)
             full = self._buffer.bytes >= self._buffer_bytes
-            if not full and self._receive():
+            if full:
+                heard = time.monotonic()  # who does not listen cannot complain
+            elif self._receive():
                 continue
             waiting = [self._wake_read] if full else [self._wake_read, socket]
             ready, _, _ = select.select(waiting, [], [], min(1.0, self._status_interval))
@@ -145,6 +172,7 @@ class WalReader:
                 os.read(self._wake_read, 4096)
             if socket in ready:
                 connection.consume_input()
+                heard = time.monotonic()
 
     def _receive(self) -> bool:
         """Move what libpq holds into the buffer; true if there may be more at once."""
@@ -187,7 +215,7 @@ def open_replication(dsn: str, application: str) -> PGconn:
 
     :raises ConnectionFailed: when the server cannot be reached or refuses it.
     """
-    connection: PGconn = pq.PGconn.connect(f"{session_dsn(dsn, application)}&replication=database".encode())
+    connection = _connect(dsn, f"{session_dsn(dsn, application)}&replication=database")
     if connection.status != pq.ConnStatus.OK:
         message = connection.error_message.decode(errors="replace").strip()
         raise connection_failure(
@@ -208,18 +236,63 @@ def _start_replication(dsn: str, slot: str, publication: str, start: int) -> PGc
         f'START_REPLICATION SLOT "{slot}" LOGICAL {format_lsn(start)} '
         f"(proto_version '1', publication_names {names}, messages 'true')"
     )
-    result = connection.exec_(command.encode())
-    if result.status != pq.ExecStatus.COPY_BOTH:
-        raise StreamFailed(*_ended(connection))
     connection.nonblocking = 1
+    _execute(connection, NO_TRANSACTION_TIMEOUT)
+    if _execute(connection, command) != pq.ExecStatus.COPY_BOTH:
+        raise StreamFailed(*_ended(connection))
     return connection
 
 
-def _status_interval(dsn: str) -> float:
-    """Seconds between unasked status messages: a third of what the server waits, at most ten."""
+def _connect(dsn: str, parameters: str) -> PGconn:
+    """Connect without blocking: psycopg's own call would stop all threads of the process while it waits."""
+    connection: PGconn = pq.PGconn.connect_start(parameters.encode())
+    deadline = time.monotonic() + CONNECT_TIMEOUT
+    while connection.status != pq.ConnStatus.BAD:
+        state = connection.connect_poll()
+        if state in (pq.PollingStatus.OK, pq.PollingStatus.FAILED):
+            break
+        reading, writing = ([connection.socket], []) if state == pq.PollingStatus.READING else ([], [connection.socket])
+        if not any(select.select(reading, writing, [], max(0.0, deadline - time.monotonic()))):
+            raise connection_failure(
+                dsn,
+                "open a replication connection",
+                f"no answer for {CONNECT_TIMEOUT} seconds",
+                "Check that the server runs and is reachable from here.",
+            )
+    return connection
+
+
+def _execute(connection: PGconn, command: str) -> int | None:
+    """Execute a command and return the status of its first result; in COPY mode there is no other.
+
+    :raises StreamFailed: when no answer comes.
+    """
+    connection.send_query(command.encode())
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    status: int | None = None
+    while True:
+        while connection.flush() or connection.is_busy():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StreamFailed(
+                    f"the server has not answered {command.split()[0]} for {_ANSWER_SECONDS:g} seconds",
+                    "Start again: the stream goes on from the last commit. If it persists, look at network and server.",
+                )
+            if select.select([connection.socket], [], [], min(left, 1.0))[0]:
+                connection.consume_input()
+        result = connection.get_result()
+        if result is None:
+            return status
+        status = result.status if status is None else status
+        if status == pq.ExecStatus.COPY_BOTH:
+            return status
+
+
+def _sender_timeout(dsn: str) -> float:
+    """Seconds that the server waits for us, and we for it; some minutes where the server would wait for ever."""
     with connected(dsn) as connection:
         timeout = scalar(connection, "SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
-    return min(10.0, timeout / 3000) if timeout else 10.0
+    return float(timeout / 1000) if timeout else _PATIENCE_SECONDS
 
 
 def _ended(connection: PGconn) -> tuple[str, str]:

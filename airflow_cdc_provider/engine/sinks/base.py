@@ -245,6 +245,9 @@ class Sink(Protocol):
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """The targets whose table no longer exists."""
 
+    def end_sessions(self) -> None:
+        """End the pipeline's open sessions: a lost host or a paused process would hold its locks for hours."""
+
     def sweep(self, epoch: int) -> None:
         """Remove everything staged, between units; nothing when the epoch is another's by now."""
 

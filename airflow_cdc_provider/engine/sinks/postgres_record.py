@@ -20,7 +20,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, row, rows, scalar
-from airflow_cdc_provider.engine.errors import Fenced, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
@@ -33,10 +33,32 @@ from airflow_cdc_provider.engine.sinks.postgres_tables import (
 )
 from airflow_cdc_provider.engine.visibility import Snapshot
 
+LOCK_SECONDS = 60.0
+"""How long a transaction in the sink waits for a lock."""
+
 COMMIT_SECONDS = 30.0
 """How long a commit in flight is waited for when the epoch is taken, before its session is ended."""
 
 T = TypeVar("T")
+
+# Who holds a lock that can stop us: of rows, or of the whole table. What only reads does not.
+_LOCK_HOLDERS = """
+SELECT DISTINCT coalesce(
+    format('session %%s of %%s (%%s, transaction open since %%s): %%s on %%s', a.pid, coalesce(a.usename, '?'),
+           coalesce(nullif(a.application_name, ''), '?'), coalesce(date_trunc('second', a.xact_start)::text, '?'),
+           l.mode, l.relation::regclass),
+    format('prepared transaction %%L: %%s on %%s', x.gid, l.mode, l.relation::regclass))
+FROM pg_locks l
+LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+LEFT JOIN pg_prepared_xacts x ON l.pid IS NULL AND l.virtualtransaction = '-1/' || x.transaction::text
+WHERE l.locktype = 'relation' AND l.granted AND l.mode <> 'AccessShareLock'
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.relation IN (SELECT to_regclass(format('%%I.%%I', target_schema, target_table))
+                     FROM airflow_cdc.tables WHERE pipeline = %s
+                     UNION ALL SELECT 'airflow_cdc.pipelines'::regclass)
+  AND coalesce(a.application_name, '') <> %s
+LIMIT 10
+"""
 
 
 @dataclass(frozen=True)
@@ -205,12 +227,12 @@ class PostgresRecord:
         """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""
         try:
             return step()
-        except psycopg2.errors.LockNotAvailable:
-            self._end_sessions()
+        except Blocked:
+            self.end_sessions()
             return step()
 
-    def _end_sessions(self) -> None:
-        """End what an earlier run has left: a paused process or a lost host would hold the epoch for hours."""
+    def end_sessions(self) -> None:
+        """See :meth:`.base.Sink.end_sessions`."""
         with connected(self.dsn) as connection:
             query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s"
             rows(connection, query, [self._application])
@@ -221,13 +243,16 @@ class PostgresRecord:
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        connection = connect(self.dsn, self._application, autocommit=False)
+        settings = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
+        connection = connect(self.dsn, self._application, autocommit=False, settings=settings)
         try:
             with connection:
                 # A policy that hides rows is an error. What of a user's constraints can wait is checked at the end.
                 settings = "SET LOCAL synchronous_commit = on; SET LOCAL row_security = off;"
                 rows(connection, f"{settings} SET CONSTRAINTS ALL DEFERRED")
                 yield connection
+        except psycopg2.errors.LockNotAvailable as e:
+            raise self._blocked(e) from e
         except psycopg2.Error as e:
             conflict = target_conflict(e)
             if conflict is None:
@@ -235,6 +260,18 @@ class PostgresRecord:
             raise conflict from e
         finally:
             connection.close()
+
+    def _blocked(self, error: psycopg2.Error) -> Blocked:
+        with connected(self.dsn) as connection:
+            recorded = scalar(connection, "SELECT to_regclass('airflow_cdc.tables') IS NOT NULL")
+            holders = rows(connection, _LOCK_HOLDERS, [self.pipeline, self._application]) if recorded else []
+        names = "; ".join(name for (name,) in holders) or "nobody any more"
+        where = f" ({error.diag.context.splitlines()[0]})" if error.diag.context else ""
+        return Blocked(
+            f"a lock in {describe(self.dsn)} was not to be had within the lock timeout{where}; locks on the pipeline's"
+            f" tables are held by: {names}",
+            "End these transactions, or wait for them; then start again. Build indexes with CREATE INDEX CONCURRENTLY.",
+        )
 
     def _fence(self, connection: Connection, epoch: int, lock: Literal["FOR SHARE", "FOR UPDATE"]) -> str:
         """Lock the epoch row and return the applied LSN."""

@@ -1,0 +1,104 @@
+"""A job that goes on through outages: attempts, and the wait between them.
+
+Only what a caller may try again is tried again (:attr:`.CdcError.retry`), as often as the
+pipeline's restart strategy says. An attempt begins as a start of the command does, with the
+record, the fence and the gate, since nobody knows what happened meanwhile; what stays is
+the epoch, the Spark session and the heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.errors import Blocked, CdcError, ConnectionFailed, Retry, SlotBudgetExceeded
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.restart import Attempt
+from airflow_cdc_provider.engine.run import Run, rejoin
+from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.slot import drop_slot, read_slot, reader_name
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+def keep_trying(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | None:
+    """Make attempts until one ends well, the run is asked to stop, or the restart strategy gives up.
+
+    :param record: the commit record for the first attempt; each later one gets its own.
+    :param attempt: does the work; whatever it has opened is closed when it raises.
+    :returns: what the last attempt returned; ``None`` when the run was asked to stop meanwhile.
+    :raises CdcError: what must not be tried again, or what has been tried often enough.
+    """
+    try:
+        _look_at_slot(run)
+        return _attempts(run, record, attempt)
+    except SlotBudgetExceeded:
+        if run.pipeline.stream.on_max_retained_wal == "drop-slot":
+            with connected(run.pipeline.source.dsn) as source:
+                slot = run.pipeline.source.slot
+                drop_slot(source, slot, reader_name(run.pipeline.source.dsn, slot))
+        raise
+
+
+def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | None:
+    failures: list[float] = []
+    error: CdcError | None = None
+    while error is None or not run.stopping:
+        try:
+            return attempt(record if error is None else rejoin(run, isinstance(error, Blocked)))
+        except CdcError as e:
+            error = e
+        except DRIVER_ERRORS as e:
+            error = driver_failure(e, run.part)
+        if error.retry is not Retry.RETRY:
+            raise error
+        if run.stopping:
+            break
+        failures.append(time.monotonic())
+        following = run.pipeline.stream.restart.after(failures)
+        if following is None:
+            raise error
+        _await(run, following, error)
+    return None
+
+
+def _await(run: Run, following: Attempt, error: CdcError) -> None:
+    """Wait for the next attempt, in sight of everybody; not longer than until the run is asked to stop."""
+    _log.warning(
+        "%s: %s: %s. Attempt %d of %d begins in %g s.",
+        run.part,
+        error.kind,
+        error.message,
+        following.number,
+        following.of,
+        following.delay,
+    )
+    run.progress = {
+        **run.progress,
+        "restart": {
+            "attempt": following.number,
+            "of": following.of,
+            "next_attempt_at": round(time.time() + following.delay, 3),
+            "error": error.as_dict(),
+        },
+    }
+    run.beat()
+    deadline = time.monotonic() + following.delay
+    while (left := deadline - time.monotonic()) > 0 and not run.stopping:
+        run.check()
+        _look_at_slot(run)
+        run.wait(min(left, run.pipeline.stream.heartbeat))
+
+
+def _look_at_slot(run: Run) -> None:
+    """Hold the slot against its budget; the source may itself be what is waited for."""
+    with contextlib.suppress(ConnectionFailed, *DRIVER_ERRORS), connected(run.pipeline.source.dsn) as source:
+        state = read_slot(source, run.pipeline.source.slot)
+        if state is not None:
+            run.budget.look(state)

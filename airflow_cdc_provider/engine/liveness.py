@@ -1,0 +1,215 @@
+"""Half-open connections are cut, so that who waits on one fails instead of waiting for ever.
+
+TCP notices a peer that is gone. It does not notice one whose kernel still answers: a server that
+hangs or is stopped, a proxy that has forgotten the session. How long a statement takes says
+nothing, as a read or a commit may take hours. So when an answer has been outstanding for a while
+the server is asked, on a connection of its own, whether it works and whether the session still
+exists; if not, the session's socket is shut (:func:`watch`), or, where a driver hides its socket,
+the call is left alone in its thread and its caller is told (:class:`Calls`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import psycopg2
+import psycopg2.extensions
+from psycopg2.extensions import TRANSACTION_STATUS_ACTIVE
+
+from airflow_cdc_provider.engine.errors import StreamFailed
+
+SILENCE_SECONDS = 20.0
+"""A statement without an answer for so long makes the watch ask the server."""
+
+ANSWER_SECONDS = 10
+"""How long the server may take to answer."""
+
+_SSL_REQUEST = struct.pack(">ii", 8, 80877103)
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Watched:
+    connection: weakref.ref[psycopg2.extensions.connection]
+    dsn: str = field(repr=False)
+    pid: int
+    busy_since: float | None = None
+    questioned: bool = False
+
+
+_watched: list[_Watched] = []
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def watch(connection: psycopg2.extensions.connection, dsn: str) -> None:
+    """Watch a connection until it is closed or forgotten.
+
+    :param dsn: libpq URI of its server.
+    """
+    global _thread
+    with _lock:
+        _watched.append(_Watched(weakref.ref(connection), dsn, connection.info.backend_pid))
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_keep_watching, name="liveness", daemon=True)
+            _thread.start()
+
+
+def _keep_watching() -> None:
+    while True:
+        time.sleep(SILENCE_SECONDS / 4)
+        with _lock:
+            _watched[:] = [each for each in _watched if _open(each) is not None]
+            current = list(_watched)
+        for each in current:
+            _look(each, time.monotonic())
+
+
+def _open(watched: _Watched) -> psycopg2.extensions.connection | None:
+    connection = watched.connection()
+    return None if connection is None or connection.closed else connection
+
+
+def _look(watched: _Watched, now: float) -> None:
+    connection = _open(watched)
+    if connection is None or connection.info.transaction_status != TRANSACTION_STATUS_ACTIVE:
+        watched.busy_since = None
+    elif watched.busy_since is None:
+        watched.busy_since = now
+    elif now - watched.busy_since >= SILENCE_SECONDS and not watched.questioned:
+        watched.questioned = True
+        threading.Thread(
+            target=_question, args=[watched, connection.info.host, connection.info.port], daemon=True
+        ).start()
+
+
+def _question(watched: _Watched, host: str, port: int) -> None:
+    """Ask about a session, and cut it if it is half-open; in a thread, since an answer takes its time."""
+    trouble = find_trouble(watched.dsn, watched.pid, host, port)
+    connection = _open(watched)
+    if trouble is not None and connection is not None:
+        _log.warning("session %d of %s:%s gives no answer, and %s: it is cut", watched.pid, host, port, trouble)
+        _cut(connection)
+    watched.busy_since, watched.questioned = None, False
+
+
+def find_trouble(dsn: str, pid: int, host: str | None = None, port: int | None = None) -> str | None:
+    """Ask a server whether it works, and whether a session of it exists.
+
+    :param pid: the session's backend.
+    :param host: which server to ask if ``dsn`` names several.
+    :returns: what is wrong; ``None`` when nothing is, or when the server says that it cannot tell.
+    """
+    parameters = psycopg2.extensions.parse_dsn(dsn)
+    hosts, ports = (host or parameters.get("host", "localhost")), str(port or parameters.get("port", 5432))
+    if not any(_answers(each, int(ports.split(",")[0])) for each in hosts.split(",")):
+        return "the server does not answer"
+    parameters |= {"host": hosts, "port": ports, "connect_timeout": str(ANSWER_SECONDS)}
+    target = psycopg2.extensions.make_dsn(**parameters)
+    try:
+        connection = psycopg2.connect(target, options="-c statement_timeout=10s")
+    except psycopg2.Error:  # it works, but is full, or no longer open to this role
+        return None
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s)", [pid])
+            found = cursor.fetchone()
+    except psycopg2.Error:
+        return None
+    finally:
+        connection.close()
+    return None if found == (True,) else "the server does not know it"
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether a Postgres server says anything at all; it is asked whether it would encrypt, which needs no login."""
+    path = f"{host}/.s.PGSQL.{port}" if host.startswith("/") else None
+    try:
+        with (
+            socket.socket(socket.AF_UNIX) if path else socket.create_connection((host, port), ANSWER_SECONDS) as server
+        ):
+            server.settimeout(ANSWER_SECONDS)
+            if path:
+                server.connect(path)
+            server.sendall(_SSL_REQUEST)
+            return bool(server.recv(1))
+    except OSError:
+        return False
+
+
+def _cut(connection: psycopg2.extensions.connection) -> None:
+    """Shut the socket under a connection: the call that waits on it fails."""
+    try:
+        descriptor = os.dup(connection.fileno())
+    except (psycopg2.Error, OSError):
+        return  # closed meanwhile
+    with socket.socket(fileno=descriptor) as shared:
+        try:
+            shared.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+
+class Calls:
+    """Calls into a driver that can neither be interrupted nor timed out, made by a thread of their own.
+
+    :param dsn: libpq URI of the server that is called.
+    """
+
+    def __init__(self, dsn: str) -> None:
+        self.pid: int | None = None
+        self.lost = False
+        self._dsn = dsn
+        self._work: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        threading.Thread(target=self._make, name="driver calls", daemon=True).start()
+
+    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Make a call and return its result.
+
+        :raises StreamFailed: when the server is dead while ``pid``, the session's backend, owes an answer.
+        """
+        future: Future[T] = Future()
+        self._work.put((future, function, arguments))
+        while True:
+            try:
+                return future.result(SILENCE_SECONDS)
+            except TimeoutError:
+                trouble = None if self.pid is None or future.done() else find_trouble(self._dsn, self.pid)
+            if trouble is not None:
+                self.lost = True
+                raise StreamFailed(
+                    f"a session of {_describe(self._dsn)} has given no answer for {SILENCE_SECONDS:g} seconds, and"
+                    f" {trouble}",
+                    "Start again: what has been committed stays, the rest is done anew.",
+                )
+
+    def _make(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, function, arguments = item
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as e:
+                future.set_exception(e)
+
+    def end(self) -> None:
+        """End the thread; one whose call was given up ends with it, if ever."""
+        self._work.put(None)
+
+
+def _describe(dsn: str) -> str:
+    parameters = psycopg2.extensions.parse_dsn(dsn)
+    return f"{parameters.get('host', 'localhost')}:{parameters.get('port', 5432)}/{parameters.get('dbname', '')}"

@@ -1,0 +1,69 @@
+"""When a job that broke is begun again: Flink's restart strategies, decided from the times of the failures so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Strategy: TypeAlias = Literal["fixed-delay", "failure-rate", "none"]
+
+HEALED_SECONDS = 600.0
+"""``fixed-delay`` counts anew after so long without a failure: else a stream of months would use up its attempts."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The attempt that follows a failure.
+
+    :param number: of the failures that count, the one at hand included; from 1.
+    :param of: how many failures are borne.
+    :param delay: seconds to wait before.
+    """
+
+    number: int
+    of: int
+    delay: float
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A restart strategy; which fields matter depends on ``strategy``.
+
+    :param attempts: ``fixed-delay``: failures in a row that are borne.
+    :param failures: ``failure-rate``: failures that are borne within ``interval``.
+    :param interval: ``failure-rate``: seconds.
+    :param delay: seconds between a failure and the next attempt.
+    """
+
+    strategy: Strategy = "fixed-delay"
+    attempts: int = 20
+    failures: int = 3
+    interval: float = 300.0
+    delay: float = 5.0
+
+    def after(self, failures: Sequence[float]) -> Attempt | None:
+        """Decide what follows the last of some failures.
+
+        :param failures: when each happened, in seconds on any clock, in order; at least one.
+        :returns: the next attempt; ``None`` when there is to be none.
+        """
+        if self.strategy == "none":
+            return None
+        if self.strategy == "failure-rate":
+            counted = sum(failures[-1] - failure < self.interval for failure in failures)
+            borne = self.failures
+        else:
+            counted = _in_a_row(failures, HEALED_SECONDS + self.delay)
+            borne = self.attempts
+        return Attempt(counted, borne, self.delay) if counted <= borne else None
+
+
+def _in_a_row(failures: Sequence[float], pause: float) -> int:
+    """How many of the last failures followed each other within ``pause`` seconds."""
+    count = 1
+    for before, after in zip(reversed(failures[:-1]), reversed(failures), strict=False):
+        if after - before > pause:
+            break
+        count += 1
+    return count

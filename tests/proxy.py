@@ -1,0 +1,87 @@
+"""A TCP proxy that can break connections in the way that TCP does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Proxy:
+    """Forwards connections on ``port`` to another port of this machine, unless it is frozen.
+
+    A connection that saw a frost stays open and is never forwarded again, like one whose place in a table of a router
+    is gone.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._frozen = threading.Event()
+        self._closed = threading.Event()
+        self._pairs: list[_Pair] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while not self._closed.is_set():
+                client, _ = self._listener.accept()
+                self._pairs.append(_Pair(client, self._target, self._frozen))
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Nothing passes, on old connections and on new ones."""
+        for pair in self._pairs:
+            pair.dead.set()
+        self._frozen.set()
+        yield
+        for pair in self._pairs:
+            pair.dead.set()
+        self._frozen.clear()
+
+    def close(self) -> None:
+        """Close everything."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for pair in self._pairs:
+            pair.close()
+
+
+class _Pair:
+    """Two sockets, and a thread that carries bytes between them until it is told not to."""
+
+    def __init__(self, client: socket.socket, target: int, frozen: threading.Event) -> None:
+        self.dead = threading.Event()
+        self._sockets = [client]
+        if not frozen.is_set():
+            with contextlib.suppress(OSError):
+                self._sockets.append(socket.create_connection(("127.0.0.1", target)))
+                threading.Thread(target=self._carry, daemon=True).start()
+                return
+            client.close()
+
+    def _carry(self) -> None:
+        other = dict(zip(self._sockets, reversed(self._sockets), strict=True))
+        with contextlib.suppress(OSError, ValueError):
+            while not self.dead.is_set():
+                ready, _, _ = select.select(self._sockets, [], [], 0.1)
+                for each in ready if not self.dead.is_set() else []:
+                    data = each.recv(1 << 16)
+                    if not data:
+                        self.close()
+                        return
+                    other[each].sendall(data)
+            return
+        self.close()
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()

@@ -1,0 +1,121 @@
+"""When a job is begun again, and when a slot has kept too much: decided from numbers alone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from airflow_cdc_provider.engine.budget import Action, Budget, BudgetWatch
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError, SlotBudgetExceeded
+from airflow_cdc_provider.engine.restart import HEALED_SECONDS, Attempt, Restart
+from airflow_cdc_provider.engine.slot import SlotState
+
+FIXED = Restart(attempts=3, delay=5.0)
+RATE = Restart("failure-rate", failures=2, interval=60.0, delay=1.0)
+LATER = HEALED_SECONDS + 6.0
+
+
+@pytest.mark.parametrize(
+    ("restart", "failures", "number"),
+    [
+        (Restart("none"), [0], None),
+        (FIXED, [0], 1),
+        (FIXED, [0, 6, 12], 3),
+        (FIXED, [0, 6, 12, 18], None),
+        (FIXED, [0, 6, 12, 12 + LATER], 1),  # it has worked for long in between
+        (FIXED, [0, LATER, LATER + 6], 2),
+        (FIXED, [0, LATER, LATER + 6, LATER + 12, LATER + 18], None),
+        (Restart(attempts=2, delay=3600.0), [0, 3700, 7400], None),  # a long delay is no health
+        (RATE, [0], 1),
+        (RATE, [0, 59], 2),
+        (RATE, [0, 30, 59], None),
+        (RATE, [0, 30, 60], 2),
+        (RATE, [0, 61, 122, 183, 244], 1),
+    ],
+)
+def test_what_follows_a_failure(restart: Restart, failures: list[float], number: int | None) -> None:
+    of = restart.failures if restart.strategy == "failure-rate" else restart.attempts
+    assert restart.after(failures) == (None if number is None else Attempt(number, of, restart.delay))
+
+
+def parse(stream: dict[str, Any]) -> Pipeline:
+    server = {"dsn": "postgresql://db/a"}
+    return Pipeline.parse(
+        {"pipeline": "p", "source": server | {"tables": ["a.b"]}, "sink": server, "state": "/s", "stream": stream}, {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "restart"),
+    [
+        ({}, Restart()),
+        ({"restart": {}}, Restart()),
+        ({"restart": {"strategy": "none"}}, Restart("none")),
+        ({"restart": {"strategy": "fixed-delay", "attempts": 3, "delay": "1 minute"}}, Restart(attempts=3, delay=60.0)),
+        (
+            {"restart": {"strategy": "failure-rate", "failures": 4, "interval": "5 minutes", "delay": 0}},
+            Restart("failure-rate", failures=4, interval=300.0, delay=0.0),
+        ),
+    ],
+)
+def test_strategies_of_the_file(section: dict[str, Any], restart: Restart) -> None:
+    assert parse(section).stream.restart == restart
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"restart": "none"}, ["stream.restart", "mapping"]),
+        ({"restart": {"strategy": "always"}}, ["stream.restart.strategy", "'always'", "failure-rate"]),
+        ({"restart": {"strategy": "none", "delay": 1}}, ["stream.restart.delay", "unknown key", "strategy"]),
+        ({"restart": {"attempts": 0}}, ["stream.restart.attempts", "from 1 on"]),
+        ({"restart": {"failures": 3}}, ["stream.restart.failures", "attempts, delay, strategy"]),
+        ({"restart": {"strategy": "failure-rate", "interval": 0}}, ["stream.restart.interval", "above zero"]),
+        ({"max_retained_wal": "10GB"}, ["stream.max_retained_wal", "'10GB'"]),
+        ({"on_max_retained_wal": "drop"}, ["stream.on_max_retained_wal", "drop-slot"]),
+    ],
+)
+def test_what_is_wrong_is_refused(section: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(section)
+    assert [word for word in words if word not in f"{refused.value} {refused.value.solution}"] == []
+
+
+def slot(retained: int) -> SlotState:
+    return SlotState("pgoutput", "shop", False, None, 1, 1, "reserved", retained)
+
+
+def test_levels() -> None:
+    budget = Budget(1000, "warn")
+    assert [budget.level(size) for size in (0, 800, 801, 1000, 1001)] == ["ok", "ok", "warning", "warning", "exceeded"]
+
+
+def test_each_level_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = BudgetWatch(Budget(1 << 20, "warn"), "s")
+    with caplog.at_level(logging.WARNING):
+        for percent in (10, 85, 90, 120, 500, 10, 95):
+            watch.look(slot(percent * (1 << 20) // 100))
+    assert [record.getMessage().partition(" %")[0][-3:].strip() for record in caplog.records] == ["85", "120", "95"]
+    assert "slot 's' retains 870.4 KiB" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("action", "solution"), [("stop", "raise stream.max_retained_wal"), ("drop-slot", "resnapshot --all")]
+)
+def test_the_action_has_numbers(action: Action, solution: str) -> None:
+    watch = BudgetWatch(Budget(1 << 20, action), "s")
+    watch.look(slot(1 << 20))
+    with pytest.raises(SlotBudgetExceeded, match=r"'s' retains 1\.0 MiB.* is 1\.0 MiB$") as exceeded:
+        watch.look(slot((1 << 20) + 1))
+    assert solution in exceeded.value.solution
+
+
+def test_a_job_that_begins_beyond_the_budget_may_catch_up() -> None:
+    watch = BudgetWatch(Budget(1 << 20, "stop"), "s")
+    for percent in (300, 360, 200, 50, 350):
+        watch.look(slot(percent * (1 << 20) // 100))
+    with pytest.raises(SlotBudgetExceeded, match=r"retains 3\.7 MiB.* is 1\.0 MiB \(3\.6 MiB here, to catch up\)"):
+        watch.look(slot(370 * (1 << 20) // 100))
