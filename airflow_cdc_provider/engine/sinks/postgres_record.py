@@ -248,8 +248,10 @@ class PostgresRecord:
         try:
             with connection:
                 # A policy that hides rows is an error. What of a user's constraints can wait is checked at the end.
-                settings = "SET LOCAL synchronous_commit = on; SET LOCAL row_security = off;"
-                rows(connection, f"{settings} SET CONSTRAINTS ALL DEFERRED")
+                rows(
+                    connection,
+                    "SET LOCAL synchronous_commit = on; SET LOCAL row_security = off; SET CONSTRAINTS ALL DEFERRED",
+                )
                 yield connection
         except psycopg2.errors.LockNotAvailable as e:
             raise self._blocked(e) from e
