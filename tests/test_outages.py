@@ -41,7 +41,7 @@ from airflow_cdc_provider.engine.sinks import postgres_record
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_slot, reader_name
 from airflow_cdc_provider.engine.state import read_heartbeats
-from tests.conftest import Databases, create_database
+from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute, follow_log, query_rows
 from tests.proxy import Proxy
 
@@ -89,6 +89,8 @@ def pair(server_directory: Path) -> Iterator[Pair]:
                 stack.enter_context(PostgresServer.create(server_directory / f"outage-{name}", "18", settings))
                 for name in ("source", "target")
             )
+            for server in (source, target):
+                create_roles(server)
             target.account.own(disk)
             yield Pair(source, target, disk if small.returncode == 0 else None)
     finally:
@@ -107,7 +109,11 @@ def make(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., PipelineUnderTest
     ) -> PipelineUnderTest:
         name = f"o{os.getpid()}_{next(_numbers)}"
         create_database(pair.source, name)
-        execute(pair.target.dsn(), f"CREATE DATABASE {name} {tablespace}")
+        execute(
+            pair.target.dsn(),
+            f"CREATE DATABASE {name} {tablespace}",
+            f"GRANT CREATE ON DATABASE {name} TO {PIPELINE_ROLE}",
+        )
         pipeline = PipelineUnderTest(
             tmp_path,
             Databases(pair.source.dsn(name), pair.target.dsn(name)),
@@ -118,7 +124,7 @@ def make(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., PipelineUnderTest
         if through:
             server = pair.servers[through]
             proxies.append(Proxy(server.port))
-            dsn = server.dsn(name).replace(f":{server.port}/", f":{proxies[-1].port}/")
+            dsn = server.dsn(name, PIPELINE_ROLE).replace(f":{server.port}/", f":{proxies[-1].port}/")
             pipeline.change(**{"source" if through == "source" else "sink": {"dsn": dsn}})
             pipeline.proxy = proxies[-1]  # type: ignore[attr-defined]
         pipeline.source(*SCHEMA)
@@ -315,6 +321,9 @@ def read_only(scene: Scene) -> Iterator[None]:
     execute(scene.pair.target.dsn(), change.format("RESET"))
 
 
+FULL = "too many clients|connection slots are reserved"
+
+
 def full(side: str) -> Outage:
     """All connections of a server are taken, after those of the pipeline have been ended."""
 
@@ -327,7 +336,7 @@ def full(side: str) -> Outage:
             with contextlib.suppress(psycopg.OperationalError):
                 while True:
                     stack.enter_context(psycopg.connect(dsn, application_name="guest"))
-            while scene.stream.restart is None or "too many clients" not in scene.stream.restart["error"]["message"]:
+            while scene.stream.restart is None or not re.search(FULL, scene.stream.restart["error"]["message"]):
                 first.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}".encode())
                 with contextlib.suppress(psycopg.OperationalError):
                     stack.enter_context(psycopg.connect(dsn, application_name="guest"))
@@ -402,8 +411,8 @@ CASES = {
     "the source is shut down": Case(stopped("source", "fast"), "Connection refused"),
     "the source crashes": Case(stopped("source", "immediate"), "Connection refused"),
     "the target is read-only": Case(read_only, "read-only transaction"),
-    "the target is out of connections": Case(full("target"), "too many clients"),
-    "the source is out of connections": Case(full("source"), "too many clients"),
+    "the target is out of connections": Case(full("target"), FULL),
+    "the source is out of connections": Case(full("source"), FULL),
     "the target's disk is full": Case(disk_full, "No space left on device"),
     "a lock on a target table": Case(
         locked, r"lock timeout.*session \d+ of postgres \(careless.*ShareLock on public.a"
