@@ -49,12 +49,15 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
     under_test.source(TABLE, ROWS)
     under_test.provision()
     under_test.copy()
+    under_test.apply()
     return under_test
 
 
 @pytest.fixture
 def halted(pipeline: PipelineUnderTest, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     """A stream that has been halted at the failpoint that is the fixture's parameter."""
+    # No unit without rows, so that the first one, at which the stream is halted, is that of the change.
+    pipeline.change(stream={"heartbeat": "10000 hours"})
     pipeline.source("UPDATE public.t SET body = 'changed' WHERE id <= 5")
     stream = subprocess.Popen(
         [sys.executable, "-c", STREAM, str(pipeline.file), str(pipeline.marker())],
