@@ -419,9 +419,13 @@ def follow_log(run: Run, record: Record, until: int | None) -> None:
     job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
     reader = SlotStreamReader(job._source_options())
     try:
+        with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            job.look(source)
         _follow(run, job, reader, until)
     finally:
         reader.stop()
+    if job._refusal is not None:
+        raise job._refusal
 
 
 def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None) -> None:
@@ -435,7 +439,7 @@ def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | Non
         run.progress = {}
         if until is None and run.stopping:
             return True
-        if until is not None and Position.from_json(start).lsn >= until:
+        if job.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
             return True
         if end == start:
             return False

@@ -10,7 +10,7 @@ import pytest
 from psycopg import sql
 
 from airflow_cdc_provider.engine import commands, provisioning
-from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.state import State
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -40,42 +40,6 @@ def start_over(pipeline: PipelineUnderTest) -> None:
     for record in pipeline.record.chunks:
         pipeline.copy(record.chunk.index, table=record.chunk.table)
     pipeline.apply()
-
-
-@pytest.mark.parametrize(
-    ("statement", "words"),
-    [
-        ("ALTER PUBLICATION {} DROP TABLE public.t", "no longer in publication"),
-        ("ALTER TABLE public.t REPLICA IDENTITY FULL", "replica identity"),
-        ("DROP TABLE public.t; CREATE TABLE public.t (id int PRIMARY KEY, body text)", "dropped, recreated or renamed"),
-        ("ALTER TABLE public.t RENAME TO u", "dropped, recreated or renamed"),
-    ],
-)
-def test_a_table_that_leaves_the_stream_is_noticed(
-    databases: Databases, tmp_path: Path, statement: str, words: str
-) -> None:
-    pipeline = running(databases, tmp_path, "public.t", TABLE)
-    with psycopg.connect(databases.source, autocommit=True) as connection:
-        connection.execute(statement.format(f'"{pipeline.pipeline.source.publication}"'))
-    with pytest.raises(GateClosed, match=words):
-        pipeline.apply()
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "CREATE TABLE public.p3 PARTITION OF public.p FOR VALUES FROM (200) TO (300)",
-        "ALTER TABLE public.p DETACH PARTITION public.p2",
-        "DROP TABLE public.p2",
-    ],
-)
-def test_a_changed_partition_set_is_noticed_and_repaired(databases: Databases, tmp_path: Path, statement: str) -> None:
-    pipeline = running(databases, tmp_path, "public.p", PARTITIONED)
-    pipeline.source(statement)
-    with pytest.raises(GateClosed, match=r"p2 has been dropped|partitions of public\.p have changed"):
-        pipeline.apply()
-    start_over(pipeline)
-    pipeline.assert_equal("public.p")
 
 
 def test_partitions_are_one_table_in_the_order_of_the_log(databases: Databases, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_values_that_nobody_has_are_asked_for_and_nothing_is_applied(databases: 
     assert missing.value.keys == {LABEL: frozenset({("5",)})}
     assert rows(databases.target) == []
     batch = pa.RecordBatch.from_arrays([text("5"), text("read"), text("7")], names=["id", "note", "amount"])
-    sink.replace(epoch, TARGET, frozenset({("5",)}), iter([batch]), lambda: WATERMARK)
+    sink.replace(epoch, TARGET, frozenset({("5",)}), iter([batch]), lambda: WATERMARK, TARGET)
     record = sink.record()
     assert record is not None
     assert [c.keys for c in record.chunks] == [None, frozenset({("5",)})]
@@ -176,7 +176,7 @@ def test_an_old_epoch_commits_nothing(databases: Databases) -> None:
     with pytest.raises(Fenced):
         sink.stage(old, "late", [upsert("1", "zombie", "1")])
     with pytest.raises(Fenced):
-        sink.replace(old, TARGET, None, iter([]), lambda: WATERMARK)
+        sink.replace(old, TARGET, None, iter([]), lambda: WATERMARK, TARGET)
     sink.sweep(old)
     assert staging_tables(databases.target) == 1
     sink.sweep(new)
@@ -252,7 +252,7 @@ def test_a_changelog_keeps_every_change_and_says_what_was_read_again(databases: 
         }
     )
     sink.commit(epoch, 100, 200, [stage(sink, epoch, [Effect(LABEL, False, change)])])
-    sink.replace(epoch, TARGET, frozenset({("1",)}), iter([chunk]), lambda: WATERMARK)
+    sink.replace(epoch, TARGET, frozenset({("1",)}), iter([chunk]), lambda: WATERMARK, TARGET)
     with psycopg.connect(databases.target) as connection:
         found = connection.execute(
             'SELECT _op::text, _commit_lsn::text, _seq, id, note, _before, _unchanged FROM copy."Ord ers"'

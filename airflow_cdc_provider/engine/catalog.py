@@ -18,7 +18,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import rows
-from airflow_cdc_provider.engine.errors import ConfigError, UncapturableTable, UnknownTable
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, UncapturableTable, UnknownTable
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ _TOKEN = re.compile(r'("(?:[^"]|"")*")|([^"])', re.DOTALL)
 _NOT_TABLES = {"v": "view", "m": "materialized view", "f": "foreign table"}
 
 _RELATIONS = """
-SELECT c.oid::int8, n.nspname, c.relname, c.relkind, c.relpersistence, c.relispartition, c.relreplident
+SELECT c.oid::int8, n.nspname, c.relname, c.relkind, c.relpersistence, c.relispartition, c.relreplident,
+       c.relnatts, coalesce(pg_catalog.pg_relation_filenode(c.oid), 0)::int8
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f')
 ORDER BY n.nspname, c.relname
@@ -73,7 +74,7 @@ SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypm
        a.attnotnull,
        t.oid < 16384 AND t.typnamespace = 'pg_catalog'::pg_catalog.regnamespace AND t.typtype <> 'd'
            AND (t.typelem = 0 OR e.oid < 16384 AND e.typnamespace = t.typnamespace),
-       o.names,
+       o.names, a.attnum, a.xmin::text, (a.attmissingval::pg_catalog.text::pg_catalog.text[])[1],
        a.attgenerated <> ''
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
@@ -106,6 +107,9 @@ class Column:
     :param operators: the source's operators for less, equal, and greater or equal, as ``OPERATOR()`` takes them;
         ``None`` where they are those of ``pg_catalog``. ``citext`` compared without them is compared as ``text``,
         and ``hstore`` not at all.
+    :param attnum: its number in the table, which outlives renaming and is never used again.
+    :param xmin: the transaction that last changed its entry in the catalog.
+    :param missing: text of the value that rows from before the column have, ``None`` for null.
     """
 
     name: str
@@ -115,6 +119,9 @@ class Column:
     not_null: bool
     builtin: bool
     operators: tuple[str, ...] | None = None
+    attnum: int = field(default=0, compare=False)
+    xmin: str = field(default="", compare=False)
+    missing: str | None = field(default=None, compare=False)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Column:
@@ -125,11 +132,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A table that stores rows: the captured table itself, or a leaf of its partition tree."""
+    """A table that stores rows: the captured table itself, or a leaf of its partition tree.
+
+    :param filenode: the file that its rows are in; another one means that it was rewritten or truncated.
+    """
 
     oid: int
     schema: str
     name: str
+    filenode: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class Table:
     :param leaves: in the order of their oids.
     :param kind: ``r`` an ordinary table, ``p`` a partitioned one.
     :param column_list: whether the rule names the columns, so that the publication has to as well.
+    :param attnums: the highest number that a column of the table has had, also one that is gone.
     """
 
     oid: int
@@ -158,6 +170,7 @@ class Table:
     leaves: tuple[Leaf, ...]
     kind: str
     column_list: bool = False
+    attnums: int = field(default=0, compare=False)
 
     @property
     def label(self) -> str:
@@ -200,6 +213,8 @@ class _Relation:
     persistence: str
     is_partition: bool
     identity: str
+    attnums: int
+    filenode: int
 
     @property
     def label(self) -> str:
@@ -290,6 +305,22 @@ class _Catalog:
         return (self.identity_index if identity == "i" else self.primary).get(relation.oid, ())
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the source's catalog has for the rules of a pipeline.
+
+    :param labels: the label of every relation of the source, by oid.
+    :param tables: what can be captured, by label, in the order of the rules and then of the names.
+    :param errors: by label, why a table that a rule names cannot be captured.
+    :param fatal: errors, some of them of tables, with which the rules cannot stand.
+    """
+
+    labels: Mapping[int, str]
+    tables: Mapping[str, Table]
+    errors: Mapping[str, CdcError]
+    fatal: tuple[CdcError, ...]
+
+
 def resolve(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> tuple[Table, ...]:
     """Find the tables that the rules of a pipeline name, in the order of the rules and then of the names.
 
@@ -299,45 +330,58 @@ def resolve(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) ->
     :raises UncapturableTable: when a table named by a plain rule, or every table a glob matches, cannot be captured.
     :raises ConfigError: when a rule's pattern, columns or condition do not fit.
     """
+    found = find(connection, rules, mode)
+    for error in found.fatal:
+        raise error
+    for error in found.errors.values():
+        log.warning("Skipped: %s. %s", error.message, error.solution)
+    _refuse_overlaps(tuple(found.tables.values()))
+    return tuple(found.tables.values())
+
+
+def find(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> Found:
+    """As :func:`resolve`, but what cannot be captured is told and not raised, so that other tables can be looked at.
+
+    :raises ConfigError: when a rule's pattern is none.
+    """
     relations = [_Relation(*values) for values in rows(connection, _RELATIONS)]
     patterns = [_Pattern.parse(rule.pattern) for rule in rules]
-    matches = [_matches(rule, pattern, relations) for rule, pattern in zip(rules, patterns, strict=True)]
+    matches = [[r for r in relations if p.matches(r) and (p.is_plain or r.is_candidate)] for p in patterns]
     owner: dict[int, int] = {}  # which rule a relation belongs to: the first plain one, else the first
     for index in sorted(range(len(rules)), key=lambda i: not patterns[i].is_plain):
         for relation in matches[index]:
             owner.setdefault(relation.oid, index)
     catalog = _Catalog.load(connection, relations, [r for r in relations if r.oid in owner])
 
-    tables: list[Table] = []
-    skipped: dict[int, UncapturableTable] = {}
+    fatal: list[CdcError] = [
+        _unknown(rule, pattern, relations)
+        for rule, pattern, matched in zip(rules, patterns, matches, strict=True)
+        if not matched
+    ]
+    tables: dict[str, Table] = {}
+    errors: dict[str, CdcError] = {}
     for index, rule in enumerate(rules):
         for relation in (r for r in matches[index] if owner[r.oid] == index):
             try:
-                tables.append(_table(connection, catalog, relation, rule, mode))
-            except UncapturableTable as e:
-                if patterns[index].is_plain:
-                    raise
-                skipped[relation.oid] = e
+                tables[relation.label] = _table(connection, catalog, relation, rule, mode)
+            except ConfigError as e:
+                errors[relation.label] = e
+                if patterns[index].is_plain or not isinstance(e, UncapturableTable):
+                    fatal.append(e)
     for matched in matches:
-        if all(relation.oid in skipped for relation in matched):
-            raise skipped[matched[0].oid]
-    for error in skipped.values():
-        log.warning("Skipped: %s. %s", error.message, error.solution)
-    _refuse_overlaps(tables)
-    return tuple(tables)
+        if matched and all(relation.label in errors for relation in matched):
+            fatal.append(errors[matched[0].label])
+    return Found({relation.oid: relation.label for relation in relations}, tables, errors, tuple(fatal))
 
 
-def _matches(rule: TableRule, pattern: _Pattern, relations: Sequence[_Relation]) -> list[_Relation]:
-    found = [r for r in relations if pattern.matches(r) and (pattern.is_plain or r.is_candidate)]
-    if not found:
-        candidates = {r.label: r.pattern for r in relations if r.is_candidate}
-        similar = difflib.get_close_matches(rule.pattern.replace('"', ""), candidates, n=3)
-        hint = f" Similar: {', '.join(candidates[label] for label in similar)}." if similar else ""
-        raise UnknownTable(
-            f"table {rule.pattern} does not exist" if pattern.is_plain else f"no table matches {rule.pattern}",
-            f"Correct it in source.tables; names are matched exactly as they are stored.{hint}",
-        )
-    return found
+def _unknown(rule: TableRule, pattern: _Pattern, relations: Sequence[_Relation]) -> UnknownTable:
+    candidates = {r.label: r.pattern for r in relations if r.is_candidate}
+    similar = difflib.get_close_matches(rule.pattern.replace('"', ""), candidates, n=3)
+    hint = f" Similar: {', '.join(candidates[label] for label in similar)}." if similar else ""
+    return UnknownTable(
+        f"table {rule.pattern} does not exist" if pattern.is_plain else f"no table matches {rule.pattern}",
+        f"Correct it in source.tables; names are matched exactly as they are stored.{hint}",
+    )
 
 
 def _table(connection: Connection, catalog: _Catalog, relation: _Relation, rule: TableRule, mode: Mode) -> Table:
@@ -353,9 +397,10 @@ def _table(connection: Connection, catalog: _Catalog, relation: _Relation, rule:
         key=key,
         replica_identity=identity,
         where=rule.where,
-        leaves=tuple(Leaf(leaf.oid, leaf.schema, leaf.name) for leaf in leaves),
+        leaves=tuple(Leaf(leaf.oid, leaf.schema, leaf.name, leaf.filenode) for leaf in leaves),
         kind=relation.kind,
         column_list=rule.columns is not None,
+        attnums=relation.attnums,
     )
     if table.where is not None:
         _check_where(connection, table, table.where)

@@ -240,6 +240,8 @@ def _verify(result: dict[str, Any]) -> str:
 
 
 def _provision(result: dict[str, Any]) -> str:
+    if result["requested"]:
+        return "The running stream has been asked to take the new tables in."
     return (
         f"{len(result['tables'])} tables in {result['chunks']} chunks, epoch {result['epoch']},"
         f" applied {result['applied_lsn']}"

@@ -14,9 +14,11 @@ from typing import Any
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import provisioning, reread, slot
 from airflow_cdc_provider.engine.attempts import keep_trying
+from airflow_cdc_provider.engine.catalog import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed
+from airflow_cdc_provider.engine.gate import gate
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import (
     RESNAPSHOT,
@@ -66,16 +68,42 @@ def findings_dict(finding: checks.Finding) -> dict[str, Any]:
 def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
     """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
 
+    While a stream lives, tables that the file has gained are left to it, and nothing else is done: ``requested`` is
+    then the name of the request.
+
     :param takeover: go on although another run is alive.
     """
-    record, found = provisioning.provision(pipeline, takeover)
+    requested = None
+    if not takeover and _streaming(State(pipeline.state)):
+        joining = _joining(pipeline)
+        if joining:
+            requested = resnapshot(pipeline, tables=joining)["requested"]
+    if requested is None:
+        record, found = provisioning.provision(pipeline, takeover)
+    else:
+        record = existing_record(pipeline)
+        with connected(pipeline.source.dsn) as source:
+            found = gate(source, pipeline.source, record).slot
     return {
         "epoch": record.epoch,
         "applied_lsn": format_lsn(record.applied),
         "tables": [target.table.label for target in record.targets],
         "chunks": len(record.chunks),
+        "requested": requested,
         **found.as_dict(),
     }
+
+
+def _streaming(state: State) -> bool:
+    return any(beat.alive and beat.part == STREAM for beat in read_heartbeats(state))
+
+
+def _joining(pipeline: Pipeline) -> list[str]:
+    """Tables that the file has and the record has not."""
+    recorded = {target.table.label for target in existing_record(pipeline).targets}
+    with connected(pipeline.source.dsn) as source:
+        tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+    return [table.label for table in tables if table.label not in recorded]
 
 
 def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
@@ -315,7 +343,7 @@ class _LiveStream:
 def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
     record = existing_record(pipeline)
-    live = any(beat.alive and beat.part == STREAM for beat in read_heartbeats(State(pipeline.state)))
+    live = _streaming(State(pipeline.state))
     mirror = pipeline.sink.mode == "mirror"
     compared = [t for t in record.targets if mirror or t.table.key]
     pairs = [Pair(t.table, t.schema, t.name) for t in compared]
@@ -345,7 +373,9 @@ def resnapshot(
     takeover: bool = False,
     report: Report = _silent,
 ) -> dict[str, Any]:
-    """Read tables again: the live stream does it between two units, or else this command.
+    """Read tables again, as they are defined now: the live stream does it between two units, or else this command.
+
+    A table that the file has gained joins the pipeline so.
 
     :param everything: recreate publication and slot too, and read all tables: the repair for a lost slot.
     :param where: read only rows that match on either side.
@@ -356,10 +386,12 @@ def resnapshot(
         provisioning.start_over(pipeline, takeover)
         return {"requested": None, "rows": snapshot(pipeline, report=report)["rows"]}
     state, record = State(pipeline.state), existing_record(pipeline)
+    if not {target.table.label for target in record.targets}.issuperset(tables):
+        checks.require(checks.preflight(pipeline))
     for label in tables:
         reread.check(pipeline, record, label, where)
-    if any(beat.alive and beat.part == STREAM for beat in read_heartbeats(state)) and not takeover:
-        name = reread.request(state, list(tables), where)
+    if _streaming(state) and not takeover:
+        name = reread.request(pipeline, list(tables), where)
         return {"requested": name, "rows": None}
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
         rows = sum(reread.read_again(run, record, label, where) for label in tables)

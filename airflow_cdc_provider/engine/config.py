@@ -48,6 +48,12 @@ class TableRule:
     columns: tuple[str, ...] | None = None
     where: str | None = None
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TableRule:
+        """Read a rule from its fields as JSON values."""
+        columns = values["columns"]
+        return cls(values["pattern"], None if columns is None else tuple(columns), values["where"])
+
 
 @dataclass(frozen=True)
 class Source:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.errors import CannotFollow
+from airflow_cdc_provider.engine.evolution import fits
 from airflow_cdc_provider.engine.merge import (
     Halves,
     Visibility,
@@ -108,7 +108,6 @@ def effects(
     :param filters: open filters by table label.
     :param ask: tells the chunks of keys, see :func:`.chunks.chunk_of`.
     :param ask_members: tells which keys are which members of re-reads, see :meth:`.sinks.base.Sink.members`.
-    :raises CannotFollow: when a table's columns are not those that were captured.
     """
     result: list[Effect] = []
     split_truncates: set[str] = set()
@@ -135,19 +134,44 @@ def effects(
     return PieceEffects(tuple(result), frozenset(split_truncates))
 
 
+def between(changes: Changes, since: int, before: int) -> Changes:
+    """The changes of transactions whose commit record lies in ``[since, before)``."""
+    chosen = (changes.commit_lsn >= since) & (changes.commit_lsn < before)
+    if chosen.all():
+        return changes
+    index = np.flatnonzero(chosen)
+    take = pa.array(index)
+
+    def columns(arrays: Sequence[pa.Array]) -> tuple[pa.Array, ...]:
+        return tuple(column.take(take) for column in arrays)
+
+    return Changes(
+        relation=changes.relation,
+        order=changes.order[index],
+        op=changes.op[index],
+        xid=changes.xid[index],
+        commit_lsn=changes.commit_lsn[index],
+        commit_ts=changes.commit_ts[index],
+        seq=changes.seq[index],
+        new=columns(changes.new),
+        unchanged={column: mask[index] for column, mask in changes.unchanged.items() if mask[index].any()},
+        old=None if changes.old is None else columns(changes.old),
+        old_kind=changes.old_kind[index],
+    )
+
+
 def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Table]) -> list[tuple[Table, Changes]]:
-    """Bring changes into the captured columns, and the changes of all leaves of a table into one order."""
+    """Bring changes into the captured columns, and the changes of all leaves of a table into one order.
+
+    Tables that are published and not captured are left out, and so are changes in another format than the table's:
+    those of a piece without a :class:`.evolution.Misfit` are in the table's chunks.
+    """
     result: list[tuple[Table, Changes]] = []
     partitioned: dict[str, list[tuple[Table, Changes]]] = {}
     for changes in decoded:
-        relation = changes.relation
-        table = tables.get(relation.oid)
-        if table is None:
-            raise CannotFollow(
-                f"the stream carries changes of {relation.schema}.{relation.name}, which this pipeline does not"
-                " capture",
-                "Run `airflow-cdc resnapshot --all` after a change of partitions or of the publication.",
-            )
+        table = tables.get(changes.relation.oid)
+        if table is None or not len(changes.op) or not fits(table, changes.relation):
+            continue
         aligned = (table, _align(changes, table))
         if len(table.leaves) > 1:
             partitioned.setdefault(table.label, []).append(aligned)
@@ -161,14 +185,6 @@ def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Table]) -> list[t
 def _align(changes: Changes, table: Table) -> Changes:
     """Bring the columns of a relation into the order of the captured ones."""
     names = [column.name for column in changes.relation.columns]
-    types = {column.name: column.type_oid for column in changes.relation.columns}
-    captured = {column.name: column.type_oid for column in table.columns}
-    if types != captured:
-        differing = sorted({name for name, _ in types.items() ^ captured.items()})
-        raise CannotFollow(
-            f"the columns of {table.label} have changed at the source: {', '.join(differing)}",
-            "Change the target table alike, then run `airflow-cdc resnapshot --all`.",
-        )
     order = [names.index(column.name) for column in table.columns]
     if order == list(range(len(order))):
         return changes

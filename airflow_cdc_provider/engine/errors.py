@@ -108,6 +108,12 @@ class StreamFailed(CdcError):
     retry = Retry.RETRY
 
 
+class SchemaChanged(CdcError):
+    """A table's definition is not the recorded one at the moment at which the table is read."""
+
+    retry = Retry.RETRY
+
+
 class SparkUnusable(CdcError):
     """Spark cannot be started, or its executors lack what the engine needs."""
 

@@ -1,23 +1,22 @@
 """The restart gate: whether the source can continue what the sink's commit record says.
 
 Postgres does not ask. It forwards a stale start silently, accepts a start beyond
-the end of its log, and streams nothing for a table that has left the publication;
-in each case rows would be gone without a word. So it is asked here, at every start
-and at every heartbeat, and refused with the repair.
+the end of its log; rows would be gone without a word. So it is asked here, at every
+start and at every heartbeat, and refused with the repair.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.config import Source
-from airflow_cdc_provider.engine.connection import Connection, describe, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, describe, scalar
 from airflow_cdc_provider.engine.errors import GateClosed
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import Identity, SlotState, is_ours, read_identity, read_slot
 from airflow_cdc_provider.engine.timeline import left_at, read_history
 
@@ -25,18 +24,6 @@ log = logging.getLogger(__name__)
 
 _REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
 _SEEN = "slot_seen"
-
-_LEAVES = """
-SELECT c.oid::int8, n.nspname, c.relname, c.relreplident,
-       p.puballtables OR EXISTS (SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid)
-FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace CROSS JOIN pg_publication p
-WHERE c.oid = ANY (%s::oid[]) AND p.pubname = %s
-"""
-_PARTITIONS = """
-SELECT t.root, array_agg(p.relid::oid::int8 ORDER BY p.relid::oid::int8)
-FROM unnest(%s::int8[]) AS t (root) CROSS JOIN LATERAL pg_partition_tree(t.root::oid::regclass) AS p
-WHERE p.isleaf GROUP BY 1
-"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +99,6 @@ def gate(
             " the source has been set back",
             _REPAIR,
         )
-    _check_tables(connection, source.publication, record.targets)
     return Passage(state, now.timeline)
 
 
@@ -184,26 +170,3 @@ def _check_timeline(source: Source, record: Record, timeline: int, needed: int) 
             f" {format_lsn(needed)}, {where}: the sink has what the source no longer has",
             _REPAIR,
         )
-
-
-def _check_tables(connection: Connection, publication: str, targets: Sequence[Target]) -> None:
-    """Check that what is published is what was recorded: nothing in the log tells when it is not."""
-    recorded = {leaf.oid: (leaf, target.table) for target in targets for leaf in target.table.leaves}
-    found = {oid: rest for oid, *rest in rows(connection, _LEAVES, [list(recorded), publication])}
-    roots = [target.table.oid for target in targets if target.table.kind == "p"]
-    partitions = dict(rows(connection, _PARTITIONS, [roots])) if roots else {}
-    wrong = []
-    for oid, (leaf, table) in recorded.items():
-        schema, name, identity, published = found.get(oid, (None, None, None, False))
-        if (schema, name) != (leaf.schema, leaf.name):
-            wrong.append(f"{leaf.schema}.{leaf.name} has been dropped, recreated or renamed")
-        elif not published:
-            wrong.append(f"{leaf.schema}.{leaf.name} is no longer in publication {publication!r}")
-        elif identity != table.replica_identity:
-            wrong.append(f"the replica identity of {table.label} was {table.replica_identity!r}, is {identity!r}")
-    for target in targets:
-        table = target.table
-        if table.kind == "p" and partitions.get(table.oid, []) != sorted(leaf.oid for leaf in table.leaves):
-            wrong.append(f"the partitions of {table.label} have changed")
-    if wrong:
-        raise GateClosed(f"what the source publishes is not what was captured: {'; '.join(wrong)}", _REPAIR)

@@ -13,16 +13,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from psycopg2 import sql
+
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.catalog import Table, resolve
 from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import Connection, connected
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.connection import Connection, connected, scalar
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import gate, require_primary
-from airflow_cdc_provider.engine.publication import create_publication, drop_publication
+from airflow_cdc_provider.engine.publication import create_publication, drop_publication, unpublish
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS
 from airflow_cdc_provider.engine.run import (
     existing_record,
@@ -37,7 +39,6 @@ from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
 
 _PROVISIONING = "provisioning.json"
-_REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
 
 
 def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotState]:
@@ -64,10 +65,15 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             record = existing_record(pipeline)
             require_epoch(record, epoch)
             passage = gate(source, names, record)
+            gone = _gone_tables(source, record, tables)
+            for target in gone if record.identity["created_publication"] else ():
+                unpublish(source, names.publication, target.table)
+            sink.forget(record.epoch, [target.table.label for target in gone])
+            note_passage(sink, record, passage)
+            record = existing_record(pipeline)
             require_targets(sink, record)
-            if note_passage(sink, record, passage):
-                record = existing_record(pipeline)
-            added = _added_tables(record, tables)
+            recorded = {target.table.label for target in record.targets}
+            added = [table for table in tables if table.label not in recorded]
             if added:
                 create_publication(source, names.publication, tables)
                 slot.barrier(source)
@@ -175,22 +181,25 @@ def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
     return [Target(table, *checks.target_of(pipeline, table)) for table in tables]
 
 
-def _added_tables(record: Record, tables: Sequence[Table]) -> list[Table]:
-    """Tables that the file has gained; any other difference to what was recorded is refused."""
-    recorded = {target.table.label: target.table for target in record.targets}
-    gone = sorted(recorded.keys() - {table.label for table in tables})
-    if gone:
+def _gone_tables(source: Connection, record: Record, tables: Sequence[Table]) -> list[Target]:
+    """Recorded tables that the file no longer covers, since the source has no tables of these names any more.
+
+    :raises ConfigError: when the source still has one, whose changes would be lost.
+    """
+    covered = {table.label for table in tables}
+    gone = [target for target in record.targets if target.table.label not in covered]
+    query = "SELECT to_regclass(%s) IS NOT NULL"
+    here = [
+        target.table.label
+        for target in gone
+        if scalar(source, query, [sql.Identifier(target.table.schema, target.table.name).as_string(source)])
+    ]
+    if here:
         raise ConfigError(
-            f"source.tables no longer covers {', '.join(gone)}, which this pipeline captures",
+            f"source.tables no longer covers {', '.join(here)}, which this pipeline captures",
             "Put the tables back, or drop the pipeline and provision it again without them.",
         )
-    changed = [table.label for table in tables if recorded.get(table.label, table) != table]
-    if changed:
-        raise CannotFollow(
-            f"the definition of {', '.join(changed)} has changed since it was captured",
-            f"Change the target tables alike. {_REPAIR}",
-        )
-    return [table for table in tables if table.label not in recorded]
+    return gone
 
 
 def _plan(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> list[Chunk]:

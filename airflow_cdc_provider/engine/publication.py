@@ -45,6 +45,13 @@ def published_leaf(connection: Connection, table: Table, leaf: Leaf) -> str:
     return sql.Composed(parts).as_string(connection)
 
 
+def published_oids(connection: Connection, publication: str) -> frozenset[int]:
+    """The oids of the tables and partitions that a publication streams."""
+    query = "SELECT t.relid::bigint FROM pg_catalog.pg_get_publication_tables(%s) t"
+    exists = rows(connection, "SELECT 1 FROM pg_catalog.pg_publication WHERE pubname = %s", [publication])
+    return frozenset(oid for (oid,) in rows(connection, query, [publication])) if exists else frozenset()
+
+
 def create_publication(connection: Connection, publication: str, tables: Sequence[Table]) -> bool:
     """Create the publication, or add missing tables to the one that exists.
 
@@ -57,18 +64,10 @@ def create_publication(connection: Connection, publication: str, tables: Sequenc
         if not exists:
             rows(connection, statement)
         elif not exists[0][0]:
-            published = {
-                oid
-                for (oid,) in rows(
-                    connection,
-                    "SELECT prrelid::bigint FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
-                    " WHERE pubname = %s",
-                    [publication],
-                )
-            }
+            published = published_oids(connection, publication)
             for table in tables:
                 for leaf in table.leaves:
-                    if leaf.oid not in published and table.oid not in published:
+                    if leaf.oid not in published:
                         # As in publication_sql: with the columns and the condition of the table's rule.
                         add = sql.SQL("ALTER PUBLICATION {} ADD TABLE {}")
                         item = sql.SQL(published_leaf(connection, table, leaf))
@@ -79,6 +78,19 @@ def create_publication(connection: Connection, publication: str, tables: Sequenc
             f"Let the owner of the tables run: {statement}",
         ) from e
     return not exists
+
+
+def unpublish(connection: Connection, publication: str, table: Table) -> None:
+    """Take those leaves of a table out of the publication that stand in it by name; the tables may be gone."""
+    query = (
+        "SELECT n.nspname, c.relname FROM pg_catalog.pg_publication_rel r"
+        " JOIN pg_catalog.pg_publication p ON p.oid = r.prpubid AND p.pubname = %s"
+        " JOIN pg_catalog.pg_class c ON c.oid = r.prrelid JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE c.oid = ANY (%s::oid[])"
+    )
+    for schema, name in rows(connection, query, [publication, [leaf.oid for leaf in table.leaves]]):
+        drop = sql.SQL("ALTER PUBLICATION {} DROP TABLE ONLY {}")
+        rows(connection, drop.format(sql.Identifier(publication), sql.Identifier(schema, name)))
 
 
 def drop_publication(connection: Connection, publication: str) -> None:

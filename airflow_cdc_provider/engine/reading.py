@@ -8,6 +8,7 @@ and cannot be taken back by a crash of the source.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, Connection, describe, session_dsn
-from airflow_cdc_provider.engine.errors import CdcError, GateClosed, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, GateClosed, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.liveness import Calls
 from airflow_cdc_provider.engine.lsn import parse_lsn
@@ -31,6 +32,16 @@ from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 _LOCK_TIMEOUT = "60s"
+# What a read must find is asked under its locks, so that the definition is that of its snapshot.
+_DEFINITION = """
+SELECT (SELECT pg_catalog.json_agg(pg_catalog.json_build_array(a.attnum, a.attname, a.atttypid::int8) ORDER BY a.attnum)
+        FROM pg_catalog.pg_attribute a
+        WHERE a.attrelid = {oid} AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' AND {captured})::text,
+       (SELECT pg_catalog.json_agg(c.oid::int8 ORDER BY c.oid) FROM pg_catalog.pg_class c
+        JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE (n.nspname, c.relname) IN ({leaves}))::text
+"""
+_GONE = {"42P01", "42703", "3F000"}  # undefined table, column, schema
+
 _SETTINGS = {"row_security": "off", "synchronous_commit": "local", "lock_timeout": _LOCK_TIMEOUT}
 
 
@@ -42,19 +53,43 @@ class Read:
     :param locks: one LOCK statement a leaf.
     :param query: the SELECT, every column as text.
     :param timeline: the timeline on which the pipeline's slot lives.
+    :param label: the table.
+    :param definition: the SELECT of the table's definition, two JSON texts.
+    :param defined: what it must return, parsed: number, name and type of each captured column; the leaves' oids.
     """
 
     dsn: str = field(repr=False)
     locks: tuple[str, ...]
     query: str
     timeline: int
+    label: str
+    definition: str
+    defined: tuple[list[list[int | str]], list[int]]
 
 
 def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composable, timeline: int) -> Read:
     """Compose a read of ``table`` by ``query``."""
     lock = sql.SQL("LOCK TABLE ONLY {} IN ACCESS SHARE MODE")
     locks = (lock.format(sql.Identifier(leaf.schema, leaf.name)).as_string(connection) for leaf in table.leaves)
-    return Read(dsn, tuple(locks), query.as_string(connection), timeline)
+    names = sql.SQL(", ").join(sql.Literal((leaf.schema, leaf.name)) for leaf in table.leaves)
+    numbers = sql.SQL(", ").join(sql.Literal(column.attnum) for column in table.columns)
+    definition = sql.SQL(_DEFINITION).format(
+        oid=sql.Literal(table.oid),
+        captured=sql.SQL("a.attnum IN ({})").format(numbers) if table.column_list else sql.SQL("true"),
+        leaves=names if table.leaves else sql.SQL("('', '')"),
+    )
+    return Read(
+        dsn,
+        tuple(locks),
+        query.as_string(connection),
+        timeline,
+        table.label,
+        definition.as_string(connection),
+        (
+            [[column.attnum, column.name, column.type_oid] for column in table.columns],
+            sorted(leaf.oid for leaf in table.leaves),
+        ),
+    )
 
 
 class SnapshotReader:
@@ -62,6 +97,7 @@ class SnapshotReader:
 
     :raises StreamFailed: when the connection breaks; the read is to be done again.
     :raises GateClosed: when the server is not the primary of the recorded timeline.
+    :raises SchemaChanged: when the table is not defined as it was when the read was planned.
     """
 
     def __init__(self, read: Read) -> None:
@@ -102,7 +138,7 @@ class SnapshotReader:
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as record batches of text columns."""
         failpoint("before-chunk-read")
-        with _as_failure(self._read.dsn), self._cursor() as cursor:
+        with _as_failure(self._read.dsn, self._read.label), self._cursor() as cursor:
             self._execute(cursor, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             for lock in self._read.locks:
                 self._execute(cursor, lock)
@@ -119,6 +155,9 @@ class SnapshotReader:
                     "Point the pipeline at the primary. After a failover run `airflow-cdc resnapshot --all`.",
                 )
             self.snapshot = Snapshot.parse(snapshot)
+            self._execute(cursor, self._read.definition)
+            if tuple(json.loads(text or "[]") for text in self._call(cursor.fetchone)) != self._read.defined:
+                raise _changed(self._read.label)
             self._execute(cursor, self._read.query)
             batches = iter(self._call(cursor.fetch_record_batch))
             while (batch := self._call(next, batches, None)) is not None:
@@ -138,15 +177,25 @@ class SnapshotReader:
 class _as_failure:
     """Turn errors of the drivers into errors of the engine, which cross to the driver process."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, label: str = "") -> None:
         self._dsn = dsn
+        self._label = label
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None and not isinstance(error, CdcError) and isinstance(error, DRIVER_ERRORS):
+            if self._label and getattr(error, "sqlstate", None) in _GONE:
+                raise _changed(self._label) from error
             raise driver_failure(error, describe(self._dsn)) from error
+
+
+def _changed(label: str) -> SchemaChanged:
+    return SchemaChanged(
+        f"{label} is not defined any more as it was captured",
+        "Start again: the stream follows the change, or the table is read again as it is now.",
+    )
 
 
 DRIVER_ERRORS: tuple[type[Exception], ...] = (psycopg2.Error, adbc_driver_manager.Error)

@@ -4,6 +4,9 @@ A re-read is a unit of its own between two units of the stream. Its snapshot mus
 see every transaction that the stream has already passed; from then on its rows
 are filtered like those of a chunk, until the stream has passed its H. So a reader
 of the sink never sees a row go back.
+
+A table that is read again whole is taken as it is defined at that moment, whatever it was before. So this is also how
+a table joins a running pipeline, and how a change of schema is followed that cannot be followed in order.
 """
 
 from __future__ import annotations
@@ -11,19 +14,30 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.catalog import Table, find
 from airflow_cdc_provider.engine.chunks import keys_condition, read_query, text_of
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.config import Pipeline, TableRule
 from airflow_cdc_provider.engine.connection import Connection, condition, connected, rows
-from airflow_cdc_provider.engine.errors import Blocked, ConfigError, GateClosed
+from airflow_cdc_provider.engine.errors import (
+    Blocked,
+    CannotFollow,
+    ConfigError,
+    ForeignTable,
+    GateClosed,
+    MissingPrivilege,
+    SchemaChanged,
+)
+from airflow_cdc_provider.engine.preflight import target_of as sink_name
+from airflow_cdc_provider.engine.publication import create_publication, unpublish
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, plan_read
-from airflow_cdc_provider.engine.run import Run, record_error
+from airflow_cdc_provider.engine.run import Run, existing_record, record_error
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.slot import barrier, visible_in_current, wait_until
 from airflow_cdc_provider.engine.state import State
@@ -31,16 +45,20 @@ from airflow_cdc_provider.engine.state import State
 _REQUESTS = "requests"
 _VISIBLE_SECONDS = 60.0
 _BARRIER_SECONDS = 5.0
+_DEFINITIONS = 5
 
 
-def request(state: State, tables: list[str], where: str | None) -> str:
-    """Leave a request to read tables again; the live stream takes it between two units.
+def request(pipeline: Pipeline, tables: list[str], where: str | None) -> str:
+    """Leave a request to read tables again, or for the first time; the live stream takes it between two units.
+
+    The rules of the file go with it, since it may have been edited after the stream began.
 
     :param where: read only the rows that match this SQL condition on either side.
     :returns: the name of the request.
     """
     name = f"{_REQUESTS}/{time.time():.6f}-{uuid.uuid4().hex[:8]}.json"
-    state.write(name, {"tables": tables, "where": where})
+    rules = [asdict(rule) for rule in pipeline.source.tables]
+    State(pipeline.state).write(name, {"tables": tables, "where": where, "rules": rules})
     return name
 
 
@@ -54,15 +72,17 @@ def take_requests(run: Run, record: Record) -> bool:
     for name in run.state.names(_REQUESTS):
         wanted = run.state.read(name)
         blocked = []
+        if wanted:
+            run.capture(tuple(map(TableRule.from_dict, wanted["rules"])))
         for label in wanted["tables"] if wanted else ():
             try:
                 read_again(run, record, label, wanted["where"] if wanted else None)
                 done = True
-            except Blocked:
+            except (Blocked, SchemaChanged):
                 blocked.append(label)
             except DRIVER_ERRORS as e:
                 record_error(run.state, driver_failure(e, f"reading {label} again"))
-            except ConfigError as e:
+            except (ConfigError, CannotFollow, ForeignTable, MissingPrivilege) as e:
                 record_error(run.state, e)
         if wanted and blocked:
             run.state.write(name, wanted | {"tables": blocked})
@@ -77,11 +97,13 @@ def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> 
     :raises ConfigError: when the table is unknown or has no key, or the condition is not valid on either side.
     :raises GateClosed: when the table has not been read yet.
     """
+    if where is None:
+        with connected(pipeline.source.dsn) as source:
+            _defined(source, pipeline, label)
+        return
     target = target_of(record, label)
     if any(chunk.table == label for chunk in record.unfinished):
         raise GateClosed(f"the snapshot of {label} is not finished", "Run `airflow-cdc snapshot` first.")
-    if where is None:
-        return
     if not target.table.key:
         raise ConfigError(f"{label} has no key by which rows could be read again", "Leave --where out.")
     try:
@@ -100,23 +122,77 @@ def read_again(run: Run, record: Record, label: str, where: str | None = None) -
 
     :returns: rows written.
     :raises Blocked: when transactions older than the stream's position do not end.
-    :raises ConfigError: when the pipeline has no such table.
+    :raises ConfigError: when neither the pipeline nor its file has such a table, or it cannot be captured.
+    :raises CannotFollow: when the target table does not let itself be changed as the source table was.
+    :raises SchemaChanged: when the table is defined otherwise than recorded, and not all of it is to be read.
     """
+    if where is None:
+        return adopt(run, label)
     target = target_of(record, label)
     with connected(run.pipeline.source.dsn) as source:
         # Everything that the stream has passed has an id below the barrier's.
         barrier(source, _BARRIER_SECONDS)
-        if where is None:
-            query, keys = read_query(target.table, None), None
-        else:
-            keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
-            query = _keys_query(target.table, keys)
+        keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
+        query = _keys_query(target.table, keys)
         read = plan_read(source, run.pipeline.source.dsn, target.table, query, int(record.identity["timeline"]))
     reader = SnapshotReader(read)
     try:
-        return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish)
+        return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish, target)
     finally:
         reader.close()
+
+
+def adopt(run: Run, label: str) -> int:
+    """Take a table as it is defined now: publish it, read it whole, and commit rows and definition as a unit.
+
+    Every change in an older format is seen by the read, and filtered from then on.
+
+    :returns: rows written.
+    :raises CdcError: as :func:`read_again`.
+    """
+    pipeline = run.pipeline
+    for _ in range(_DEFINITIONS):
+        record = existing_record(pipeline)
+        before = next((target for target in record.targets if target.table.label == label), None)
+        with connected(pipeline.source.dsn) as source:
+            table = _defined(source, pipeline, label)
+            if before is not None and _chosen(before.table) != _chosen(table):
+                unpublish(source, pipeline.source.publication, before.table)
+            create_publication(source, pipeline.source.publication, [table])
+            # Everything that the stream has passed, or will not bring, has an id below the barrier's.
+            barrier(source, _BARRIER_SECONDS)
+            timeline = int(record.identity["timeline"])
+            read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), timeline)
+        place = (before.schema, before.name) if before is not None else sink_name(pipeline, table)
+        reader = SnapshotReader(read)
+        try:
+            target = Target(table, *place)
+            return run.sink.replace(run.epoch, target, None, reader.batches(), reader.finish, before)
+        except SchemaChanged:
+            continue  # between the look at the catalog and the read
+        finally:
+            reader.close()
+    raise SchemaChanged(
+        f"the definition of {label} changes faster than the table can be read", "Start again when it has settled."
+    )
+
+
+def _defined(connection: Connection, pipeline: Pipeline, label: str) -> Table:
+    """A table as the catalog defines it now, by the rules of the file."""
+    found = find(connection, pipeline.source.tables, pipeline.sink.mode)
+    if label in found.errors:
+        raise found.errors[label]
+    if label not in found.tables:
+        raise ConfigError(
+            f"the pipeline has no table {label!r}",
+            f"Name it in source.tables, or one of: {', '.join(found.tables)}.",
+        )
+    return found.tables[label]
+
+
+def _chosen(table: Table) -> tuple[object, ...]:
+    """What the publication has to say of a table beside its name."""
+    return table.where, [column.attnum for column in table.columns] if table.column_list else None
 
 
 def read_keys_again(
@@ -145,9 +221,12 @@ def read_keys_again(
             for label, members in keys.items()
         }
     for label, members in keys.items():
+        target = target_of(record, label)
         reader = SnapshotReader(reads[label])
         try:
-            run.sink.replace(run.epoch, target_of(record, label), members, reader.batches(), reader.finish)
+            run.sink.replace(run.epoch, target, members, reader.batches(), reader.finish, target)
+        except SchemaChanged:
+            adopt(run, label)
         finally:
             reader.close()
 

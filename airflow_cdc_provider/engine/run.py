@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
 from airflow_cdc_provider.engine.budget import Budget, BudgetWatch
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.config import Pipeline, TableRule
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError, Fenced, GateClosed, SecondWriter, StateUnwritable
 from airflow_cdc_provider.engine.gate import Passage, gate, require_primary
@@ -160,6 +160,10 @@ class Run:
     def ask_to_stop(self) -> None:
         """Let the part end after its current unit."""
         self._stop.set()
+
+    def capture(self, rules: tuple[TableRule, ...]) -> None:
+        """Work by other rules for the source's tables from now on: the file has been edited meanwhile."""
+        self.pipeline = replace(self.pipeline, source=replace(self.pipeline.source, tables=rules))
 
     def beat(self, ended: bool = False) -> None:
         """Write the heartbeat and look for a request to stop."""

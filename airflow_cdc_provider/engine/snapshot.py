@@ -18,9 +18,12 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.connection import connected, describe
-from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
+from airflow_cdc_provider.engine.drift import look
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.evolution import Refuse, decide
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotReader, driver_failure, plan_read
-from airflow_cdc_provider.engine.run import Run
+from airflow_cdc_provider.engine.reread import adopt, target_of
+from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
 
 _POLL_SECONDS = 1.0
@@ -88,6 +91,7 @@ def copy_chunks(
         ]
     started = time.monotonic()
     finished = rows = 0
+    changed: dict[str, Target] = {}
 
     def copy(task: ChunkTask) -> int | CdcError | None:
         # A Spark job a chunk: it begins when a place is free, and none begins once the run is asked to stop.
@@ -100,22 +104,46 @@ def copy_chunks(
         return result
 
     with ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool:
-        waiting = {pool.submit(copy, task) for task in tasks}
+        submitted = {pool.submit(copy, task): task.target for task in tasks}
+        waiting = set(submitted)
         try:
             while waiting:
                 ready, waiting = wait(waiting, _POLL_SECONDS, return_when=FIRST_COMPLETED)
                 for future in ready:
                     result = future.result()
-                    if isinstance(result, CdcError):
+                    if isinstance(result, SchemaChanged):
+                        target = submitted[future]
+                        changed[target.table.label] = target
+                    elif isinstance(result, CdcError):
                         raise result
-                    if result is not None:
+                    elif result is not None:
                         finished += 1
                         rows += result
                 run.check()
                 report(SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # after an error, chunks that have not begun stay so
+    for target in changed.values():
+        rows += readopt(run, target)
     return SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started)
+
+
+def readopt(run: Run, target: Target) -> int:
+    """Read a table whole that was found to be defined otherwise than when its chunks were planned.
+
+    :param target: as the chunks were planned for it.
+    :returns: rows written; none when another part of the run has done it.
+    :raises CannotFollow: when the table's new definition has to be looked at first.
+    """
+    label = target.table.label
+    recorded = target_of(existing_record(run.pipeline), label)
+    if recorded.table.to_dict() != target.table.to_dict():
+        return 0
+    with connected(run.pipeline.source.dsn) as source:
+        verdict = decide(recorded.table, look(source, run.pipeline, [recorded])[label])
+    if isinstance(verdict, Refuse):
+        raise CannotFollow(verdict.message, verdict.solution)
+    return adopt(run, label)
 
 
 def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:

@@ -141,6 +141,14 @@ class MissingValues(Exception):
         self.keys = keys
 
 
+class RowsNeeded(Exception):
+    """A target cannot be given a new definition alone: the rows of the table ``label`` have to be read again, too."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(f"the rows of {label} must be read again")
+        self.label = label
+
+
 class Sink(Protocol):
     """A store that takes units atomically. Small, immutable and picklable: it connects when it has to."""
 
@@ -198,12 +206,31 @@ class Sink(Protocol):
         keys: frozenset[tuple[str, ...]] | None,
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
+        before: Target | None,
     ) -> int:
         """Commit a re-read: the rows with ``keys`` (all rows when ``None``) become those of ``batches``.
 
         A target table that is gone is created again when all rows are read.
 
+        :param before: the target as it is recorded, which becomes ``target`` in the same step; ``None`` for a table
+            that joins the pipeline.
         :returns: rows written.
+        :raises Fenced: when the epoch is another's.
+        :raises CannotFollow: when the target table does not let it be changed.
+        :raises ForeignTable: when the table joins, and its target table has rows that are not ours.
+        """
+
+    def redefine(self, epoch: int, before: Target, after: Target) -> None:
+        """Change a target table as its source has been changed, between two units; rows stay.
+
+        :raises RowsNeeded: when that would leave values in it that are not the source's; nothing was changed.
+        :raises CannotFollow: when the target table does not let it be changed.
+        :raises Fenced: when the epoch is another's.
+        """
+
+    def forget(self, epoch: int, labels: Sequence[str]) -> None:
+        """Remove tables from the commit record; target tables stay.
+
         :raises Fenced: when the epoch is another's.
         """
 

@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.sinks.base import (
     Watermark,
 )
 from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
+from airflow_cdc_provider.engine.sinks.postgres_definition import redefine
 from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres_refusals import refusals
 from airflow_cdc_provider.engine.sinks.postgres_tables import (
@@ -100,14 +101,17 @@ class PostgresSink(PostgresRecord):
         keys: frozenset[tuple[str, ...]] | None,
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
+        before: Target | None,
     ) -> int:
         """See :meth:`.base.Sink.replace`."""
         label = target.table.label
         with self._transaction() as connection:
             applied = self._fence(connection, epoch, "FOR UPDATE")
             if keys is None:
-                prepare_target(connection, self.pipeline, self.mode, target)
-            seq = self._remove_rows(connection, target, keys, applied)
+                prepare_target(connection, self.pipeline, self.mode, before or target)
+            seq = self._remove_rows(connection, before or target, keys, applied)
+            if before is not None and before.table.to_dict() != target.table.to_dict():
+                redefine(connection, self.pipeline, self.mode, before, target, rows_stay=False)
             if keys is not None:
                 batches = (self._only_members(target, keys, batch) for batch in batches)
             count = self._copy_rows(connection, target, batches, applied, seq)
@@ -145,6 +149,22 @@ class PostgresSink(PostgresRecord):
             failpoint("before-reread-commit")
         failpoint("after-reread-commit")
         return count
+
+    def redefine(self, epoch: int, before: Target, after: Target) -> None:
+        """See :meth:`.base.Sink.redefine`."""
+        failpoint("before-redefinition")
+        with self._transaction() as connection:
+            self._fence(connection, epoch, "FOR UPDATE")
+            redefine(connection, self.pipeline, self.mode, before, after, rows_stay=True)
+        failpoint("after-redefinition")
+
+    def forget(self, epoch: int, labels: Sequence[str]) -> None:
+        """See :meth:`.base.Sink.forget`."""
+        with self._transaction() as connection:
+            self._fence(connection, epoch, "FOR UPDATE")
+            for table in ("chunks", "tables"):
+                statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s AND source_table = ANY (%s)")
+                rows(connection, statement.format(sql.Identifier("airflow_cdc", table)), [self.pipeline, list(labels)])
 
     def _remove_rows(
         self, connection: Connection, target: Target, keys: frozenset[tuple[str, ...]] | None, applied: str

@@ -21,12 +21,15 @@ from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, row, rows, scalar
 from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.sinks.postgres_definition import redefine
 from airflow_cdc_provider.engine.sinks.postgres_refusals import target_conflict
 from airflow_cdc_provider.engine.sinks.postgres_tables import (
     RECORD_TABLES,
+    TableStatements,
     create_record_tables,
     prepare_target,
     record_target,
@@ -124,10 +127,14 @@ class PostgresRecord:
     def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
         """See :meth:`.base.Sink.restart`."""
         with self._transaction() as connection:
+            recorded = self._targets(connection)
             for target in targets:
                 if self.mode == "changelog" and _exists(connection, target):
                     self._refuse_older_history(connection, target, consistent_point)
-                prepare_target(connection, self.pipeline, self.mode, target)
+                before = recorded.get(target.table.label)
+                prepare_target(connection, self.pipeline, self.mode, before or target)
+                if before is not None:
+                    self._make_fit(connection, before, target)
             for table in ("chunks", "tables"):
                 statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s").format(sql.Identifier("airflow_cdc", table))
                 rows(connection, statement, [self.pipeline])
@@ -152,6 +159,13 @@ class PostgresRecord:
         """See :meth:`.base.Sink.missing`."""
         with self._transaction() as connection:
             return tuple(target for target in targets if not _exists(connection, target))
+
+    def _make_fit(self, connection: Connection, before: Target, after: Target) -> None:
+        """Give a table whose rows will be replaced the columns that its source has now."""
+        change = redefinition(before.table, after.table)
+        if self.mode == "mirror" and (change.key or change.retyped or change.replaced):
+            TableStatements(connection, before).delete(None)
+        redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False)
 
     def record(self) -> Record | None:
         """See :meth:`.base.Sink.record`."""

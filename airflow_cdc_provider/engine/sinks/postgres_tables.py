@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -132,11 +133,15 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
             definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
         rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
         if mode == "changelog":
-            # Its deletes and truncates have NULL where a domain may forbid it.
-            for name, base in _domains(connection, table).items():
-                change = sql.SQL("ALTER TABLE {} ALTER COLUMN {} TYPE {}")
-                rows(connection, change.format(table, sql.Identifier(name), sql.SQL(base)))
+            allow_null(connection, table)
     record_target(connection, pipeline, target)
+
+
+def allow_null(connection: Connection, table: sql.Composable) -> None:
+    """Give a changelog the types beneath domains: its deletes and truncates have NULL where a domain may forbid it."""
+    for name, base in _domains(connection, table).items():
+        change = sql.SQL("ALTER TABLE {} ALTER COLUMN {} TYPE {}")
+        rows(connection, change.format(table, sql.Identifier(name), sql.SQL(base)))
 
 
 def record_target(connection: Connection, pipeline: str, target: Target) -> None:
@@ -161,19 +166,34 @@ def _has_key(connection: Connection, table: sql.Composable, target: Target) -> b
     return bool(rows(connection, query, [table.as_string(connection), sorted(target.table.key)]))
 
 
-def _definition(connection: Connection, column: Column) -> sql.Composable:
-    """A column with its source's type; with text where the target does not know the type."""
+@dataclass(frozen=True)
+class ColumnType:
+    """A column's type in the target as SQL, ``bare`` without its collation."""
+
+    bare: str
+    collation: str | None
+
+    @property
+    def full(self) -> str:
+        return self.bare if self.collation is None else f"{self.bare} COLLATE {self.collation}"
+
+
+def column_type(connection: Connection, column: Column) -> ColumnType:
+    """The source's type of a column; text where the target does not know the type, or could not take its values."""
     if column.builtin:
         known = column.type.removesuffix("[]") not in _TEXT_ONLY
     else:
         known = scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
-    kind = column.type if known else "text"
-    definition: sql.Composable = sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(kind))
-    if known and column.collation is not None:
-        query = "SELECT to_regcollation(%s)"
-        if scalar(connection, query, [column.collation]) is not None:
-            definition += sql.SQL(" COLLATE " + column.collation)
-    return definition
+    if not known:
+        return ColumnType("text", None)
+    collation = column.collation
+    if collation is not None and scalar(connection, "SELECT to_regcollation(%s)", [collation]) is None:
+        collation = None
+    return ColumnType(column.type, collation)
+
+
+def _definition(connection: Connection, column: Column) -> sql.Composable:
+    return sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(column_type(connection, column).full))
 
 
 def _domains(connection: Connection, table: sql.Composable) -> dict[str, str]:

@@ -1,0 +1,90 @@
+"""What the source's catalog says of captured tables now, held against the sink's record.
+
+DDL that no change follows, partitions that come and go, rewrites: nothing in the log tells of them. So the
+catalog is looked at when a stream starts and, if it has been touched, at every heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from airflow_cdc_provider.engine.catalog import Found, Table, find
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import Connection, scalar
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
+from airflow_cdc_provider.engine.evolution import Unchanged, decide
+from airflow_cdc_provider.engine.publication import published_oids
+from airflow_cdc_provider.engine.sinks.base import Target
+
+# Every entry of the catalog that a definition is made of, and the transaction that wrote it.
+_STATE = """
+WITH tree AS (
+    SELECT t.root, p.relid::pg_catalog.oid AS oid
+    FROM pg_catalog.unnest(%s::int8[]) AS t (root)
+    CROSS JOIN LATERAL pg_catalog.pg_partition_tree(t.root::pg_catalog.oid::pg_catalog.regclass) AS p
+    UNION SELECT t.root, t.root::pg_catalog.oid FROM pg_catalog.unnest(%s::int8[]) AS t (root)
+), entries AS (
+    SELECT c.tableoid, c.oid, 0 AS part, c.xmin FROM pg_catalog.pg_class c JOIN tree USING (oid)
+    UNION ALL
+    SELECT a.tableoid, a.attrelid, a.attnum, a.xmin FROM pg_catalog.pg_attribute a
+    JOIN pg_catalog.unnest(%s::int8[]) AS t (root) ON a.attrelid = t.root::pg_catalog.oid
+    UNION ALL
+    SELECT i.tableoid, i.indexrelid, 0, i.xmin FROM pg_catalog.pg_index i JOIN tree ON i.indrelid = tree.oid
+    UNION ALL
+    SELECT r.tableoid, r.oid, 0, r.xmin FROM pg_catalog.pg_publication_rel r
+    JOIN pg_catalog.pg_publication p ON p.oid = r.prpubid AND p.pubname = %s
+)
+SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::pg_catalog.text)) FROM entries e
+"""
+
+
+def catalog_state(connection: Connection, publication: str, targets: Sequence[Target]) -> str:
+    """A mark of the catalog's entries for captured tables: as long as it stays, so do the definitions."""
+    roots = [target.table.oid for target in targets]
+    return str(scalar(connection, _STATE, [roots, roots, roots, publication]))
+
+
+def look(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:
+    """Read from the catalog what captured tables are now, or why they cannot be followed; by label."""
+    found = find(connection, pipeline.source.tables, pipeline.sink.mode)
+    published = published_oids(connection, pipeline.source.publication)
+    return {target.table.label: _now(found, published, target.table, pipeline) for target in targets}
+
+
+def drifted(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:
+    """As :func:`look`, of the tables that are not as recorded."""
+    now = look(connection, pipeline, targets)
+    recorded = {target.table.label: target.table for target in targets}
+    return {label: after for label, after in now.items() if decide(recorded[label], after) != Unchanged()}
+
+
+def _now(found: Found, published: frozenset[int], table: Table, pipeline: Pipeline) -> Table | CdcError:
+    label = table.label
+    name = found.labels.get(table.oid)
+    if name != label and label not in found.labels.values():
+        gone = (
+            f"Take {label} out of source.tables, unless only a glob names it, and run `airflow-cdc run`: its target"
+            " table stays as it is."
+        )
+        if name is None:
+            return CannotFollow(f"{label} has been dropped at the source", gone)
+        return CannotFollow(
+            f"{label} has been renamed {name} at the source",
+            f"Rename it back and start again. Or name {name} in source.tables, as a new table. {gone}",
+        )
+    if label in found.errors:
+        return found.errors[label]
+    if label not in found.tables:
+        return CannotFollow(
+            f"no entry of source.tables takes {label} any more", "Name it there, without a glob, and start again."
+        )
+    now = found.tables[label]
+    recorded = {leaf.oid for leaf in table.leaves}
+    lost = [leaf for leaf in now.leaves if leaf.oid in recorded and leaf.oid not in published]
+    if lost:
+        names = ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in lost)
+        return CannotFollow(
+            f"{names} is no longer in publication {pipeline.source.publication!r}: changes are lost to the stream",
+            f"Run `airflow-cdc resnapshot --table '{label}'`: it publishes the table again and reads it, then go on.",
+        )
+    return now

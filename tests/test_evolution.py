@@ -1,0 +1,165 @@
+"""What a changed definition means, decided without a server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
+from airflow_cdc_provider.engine.evolution import (
+    Adopt,
+    Follow,
+    Misfit,
+    Refuse,
+    Unchanged,
+    decide,
+    first_misfit,
+    fits,
+    redefinition,
+)
+from airflow_cdc_provider.engine.pgoutput import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.visibility import Snapshot
+
+OIDS = {"int": 23, "bigint": 20, "text": 25, "varchar(5)": 1043, "varchar(9)": 1043}
+
+
+def table(spec: str, file: int = 1, **values: object) -> Table:
+    """A table by its columns: ``1id:int 2a:text``, number, name and type; a ``!`` is a later change of its entry."""
+    columns = []
+    for part in spec.split():
+        name, _, kind = part.partition(":")
+        kind, touched, _ = kind.partition("!")
+        columns.append(Column(name[1:], kind, OIDS[kind], None, False, True, attnum=int(name[0]), xmin=touched))
+    leaves = (Leaf(7, "public", "t", file),)
+    made = Table(7, "public", "t", tuple(columns), (columns[0].name,), "d", None, leaves, "r")
+    return replace(made, **{"attnums": max(c.attnum for c in columns), **values})  # type: ignore[arg-type]
+
+
+def relation(defined: Table) -> Relation:
+    """How the log describes a table."""
+    columns = (RelationColumn(c.name, c.type_oid, -1, c.name in defined.key) for c in defined.columns)
+    return Relation(7, defined.schema, defined.name, defined.replica_identity, tuple(columns))
+
+
+BEFORE = table("1id:int 2a:int 3b:varchar(5)")
+CASES: list[tuple[str, Table | CdcError, type]] = [
+    ("nothing", BEFORE, Unchanged),
+    ("added", table("1id:int 2a:int 3b:varchar(5) 4c:int"), Follow),
+    ("dropped", table("1id:int 3b:varchar(5)", attnums=3), Follow),
+    ("renamed", table("1id:int 2x:int 3b:varchar(5)"), Follow),
+    ("widened", table("1id:int 2a:int 3b:varchar(9)"), Follow),
+    ("another type, not rewritten", table("1id:int 2a:int 3b:text"), Follow),
+    ("key renamed", table("1ident:int 2a:int 3b:varchar(5)"), Follow),
+    ("added and dropped", table("1id:int 3b:varchar(5) 4c:int"), Adopt),
+    ("added after one that is gone again", table("1id:int 2a:int 3b:varchar(5) 5c:int"), Adopt),
+    ("replaced", table("1id:int 2a:int 4b:varchar(5)"), Adopt),
+    ("swapped", table("1id:int 2b:int 3a:varchar(5)"), Adopt),
+    ("renamed, and the name taken", table("1id:int 2x:int 3b:varchar(5) 4a:int"), Adopt),
+    ("rewritten and added", table("1id:int 2a:int 3b:varchar(5) 4c:int", file=2), Adopt),
+    ("another type", table("1id:int 2a:bigint 3b:varchar(5)", file=2), Adopt),
+    ("key of another type", table("1id:bigint 2a:int 3b:varchar(5)", file=2), Adopt),
+    ("rewritten with a touched column", table("1id:int 2a:int!9 3b:varchar(5)", file=2), Adopt),
+    ("only a touched column", table("1id:int 2a:int!9 3b:varchar(5)"), Follow),
+    ("vacuumed or truncated", table("1id:int 2a:int 3b:varchar(5)", file=2), Follow),
+    ("partitions", replace(BEFORE, leaves=(Leaf(7, "public", "t", 1), Leaf(8, "public", "u", 1))), Adopt),
+    ("key", replace(BEFORE, key=("a",)), Refuse),
+    ("key grown", replace(BEFORE, key=("id", "a")), Refuse),
+    ("identity", replace(BEFORE, replica_identity="f"), Refuse),
+    ("made anew", replace(BEFORE, oid=9), Refuse),
+    ("condition", replace(BEFORE, where="a > 0"), Refuse),
+    ("column list", replace(BEFORE, column_list=True), Refuse),
+    ("gone", CannotFollow("public.t has been dropped", "Take it out."), Refuse),
+]
+
+
+@pytest.mark.parametrize(("case", "after", "verdict"), CASES, ids=[case for case, _, _ in CASES])
+def test_the_catalog_alone(case: str, after: Table | CdcError, verdict: type) -> None:
+    found = decide(BEFORE, after)
+    assert isinstance(found, verdict)
+    if isinstance(found, Refuse):
+        assert found.message
+        assert found.solution
+
+
+@pytest.mark.parametrize(("case", "after", "verdict"), CASES, ids=[case for case, _, _ in CASES])
+def test_the_catalog_and_the_log(case: str, after: Table | CdcError, verdict: type) -> None:
+    """The log decides nothing that the catalog does not, where both say the same; otherwise the table is read again."""
+    if isinstance(after, Table) and not fits(BEFORE, relation(after)):
+        assert isinstance(decide(BEFORE, after, relation(after)), verdict)
+    stale = relation(table("1id:int 2a:int 3b:varchar(5) 4unheard:text"))
+    expected = Refuse if verdict is Refuse else Adopt
+    assert isinstance(decide(BEFORE, after, stale), expected)
+
+
+def test_a_list_of_columns_that_is_edited() -> None:
+    before = table("1id:int 2a:int", column_list=True, attnums=3)
+    assert isinstance(decide(before, table("1id:int 2a:int 3b:int", column_list=True)), Refuse)
+    assert isinstance(decide(before, table("1id:int", column_list=True, attnums=3)), Refuse)
+    assert isinstance(decide(before, table("1id:int 2x:int", column_list=True, attnums=3)), Follow)
+
+
+def test_what_makes_one_definition_the_other() -> None:
+    change = redefinition(BEFORE, table("1id:int 2b:bigint 4c:int"))
+    assert change.renamed == (("a", "b"),)
+    assert change.dropped == ("b",)
+    assert [column.name for column in change.added] == ["c"]
+    assert [column.name for column in change.retyped] == ["b"]
+    assert change.replaced == ("b",)
+    assert not change.key
+    assert not redefinition(BEFORE, BEFORE).changes_columns
+
+
+@pytest.mark.parametrize(
+    ("described", "fitting"),
+    [
+        (BEFORE, True),
+        (table("1id:int 3b:varchar(5) 2a:int"), False),
+        (table("1id:int 2a:int 3b:varchar(9)"), True),
+        (table("1id:int 2a:int"), False),
+        (table("1id:bigint 2a:int 3b:varchar(5)"), False),
+        (replace(BEFORE, name="u"), False),
+        (replace(BEFORE, schema="other"), False),
+        (replace(BEFORE, key=("a",)), False),
+        (replace(BEFORE, replica_identity="f"), False),
+    ],
+)
+def test_whether_changes_fit(described: Table, fitting: bool) -> None:
+    assert fits(BEFORE, relation(described)) == fitting
+
+
+def test_partitions_have_names_and_orders_of_their_own() -> None:
+    root = replace(BEFORE, kind="p")
+    assert fits(root, relation(replace(table("1id:int 3b:varchar(5) 2a:int"), name="t_1")))
+    assert not fits(root, relation(table("1id:int 3b:varchar(5)")))
+
+
+def changes(described: Table, *transactions: tuple[int, int]) -> Changes:
+    """Inserts, one a transaction: id and commit LSN."""
+    count = len(transactions)
+    xids, lsns = (np.array(column, np.int64) for column in zip(*transactions, strict=True))
+    zeros = np.zeros(count, np.int64)
+    return Changes(
+        relation(described), zeros, np.full(count, ord("i"), np.uint8), xids, lsns, zeros, zeros, (), {}, None,
+        np.zeros(count, np.uint8),
+    )  # fmt: skip
+
+
+def test_the_first_changes_that_do_not_fit() -> None:
+    older, newer = table("1id:int 2a:int"), table("1id:int 2a:int 3b:varchar(5) 4c:int")
+    seen = Snapshot(20, 20)
+    fitting = changes(BEFORE, (10, 100), (30, 500))
+    tables = {7: BEFORE}
+
+    def first(*decoded: Changes, snapshots: tuple[Snapshot, ...] = (seen,), opened: int = 0) -> Misfit | None:
+        return first_misfit(decoded, tables, {"public.t": snapshots}, opened)
+
+    assert first(fitting) is None
+    assert first(changes(older, (11, 90), (12, 91))) is None, "the table has been read again after them"
+    assert first(changes(older, (11, 90)), snapshots=()) == Misfit("public.t", 90, relation(older), False)
+    assert first(changes(older, (11, 90)), snapshots=(seen, Snapshot(5, 5))) is not None
+    found = first(fitting, changes(newer, (31, 600)), changes(older, (12, 91), (32, 400)), opened=400)
+    assert found == Misfit("public.t", 400, relation(older), True)
+    assert first_misfit([changes(newer, (31, 600))], {}, {}, 0) is None, "published, but not captured"
