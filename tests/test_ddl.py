@@ -294,6 +294,9 @@ STOPS = {
     "dropped": Stop(("DROP TABLE public.t",), "dropped", name_another(), written=None, after=None),
     "made anew": Stop(ANEW, "made anew", resnapshot),
     "unpublished": Stop(("ALTER PUBLICATION {} DROP TABLE public.t",), "no longer in publication", resnapshot),
+    "unpublished, a changelog": Stop(
+        ("ALTER PUBLICATION {} DROP TABLE public.t",), "no longer in publication", resnapshot, mode="changelog"
+    ),
     "view": Stop(("ALTER TABLE public.t DROP a",), "other objects depend", drop_view, target=VIEW),
     "view, no data": Stop(("ALTER TABLE public.t ALTER a TYPE bigint",), "view", drop_view, target=VIEW, written=None),
     "history": Stop(

@@ -595,7 +595,7 @@ def test_an_old_epoch_commits_nothing(make_pipeline: Make) -> None:
     with pytest.raises(Fenced):
         sink.commit(record.epoch, record.applied, record.applied + 1, [])
     with pytest.raises(Fenced):
-        sink.replace(record.epoch, task.target, None, iter(()), pytest.fail)
+        sink.replace(record.epoch, task.target, None, iter(()), pytest.fail, task.target)
     assert pipeline.record.applied == record.applied
     assert pipeline.target_rows("SELECT count(*) FROM public.t") == [(10,)]
     pipeline.copy(1)

@@ -161,9 +161,6 @@ BREAKS = {
         ("DROP PUBLICATION {publication}",),
     ),
     "publication dropped": Break("publication .* no longer exists", first=("DROP PUBLICATION {publication}",)),
-    "table taken out of the publication": Break(
-        "no longer in publication", first=("ALTER PUBLICATION {publication} DROP TABLE public.t",)
-    ),
     "record beyond the end of the log": Break(
         "has been set back", target=(f"UPDATE airflow_cdc.pipelines SET applied_lsn = '{LAST_LSN}'",)
     ),
