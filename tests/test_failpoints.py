@@ -54,6 +54,19 @@ def pipelines(databases: Databases, tmp_path: Path) -> list[PipelineUnderTest]:
     return made
 
 
+def prepare(pipelines: list[PipelineUnderTest], place: str) -> None:
+    """For the places at which DDL is followed: a table that is copied and streamed, and has gained a column since."""
+    if place not in ("unit-cut", "before-redefinition", "after-redefinition"):
+        return
+    for pipeline in pipelines:
+        assert SparklessRun(pipeline.file).wait() == DONE
+    pipelines[0].source(
+        "UPDATE public.t SET body = 'before' WHERE id = 3",
+        "ALTER TABLE public.t ADD COLUMN more int DEFAULT 7",
+        "UPDATE public.t SET body = 'after' WHERE id = 4",
+    )
+
+
 def rereads(place: str) -> tuple[str, ...]:
     return ("public.t",) if "reread" in place else ()
 
@@ -78,6 +91,7 @@ def test_a_run_that_ends_there(pipelines: list[PipelineUnderTest], place: str, a
         del pipelines[1]  # a changelog says that rows are read again; the audit trail does not know
     # Of chunks the second, so that there is one that must stay as it is.
     armed = f"{place}:{action}:2" if "-chunk-" in place else f"{place}:{action}"
+    prepare(pipelines, place)
     with writing(pipelines[0].databases.source):
         broken = [SparklessRun(pipeline.file, armed, rereads(place)) for pipeline in pipelines]
         ended = [(run.wait(), run.message) for run in broken]
@@ -92,6 +106,7 @@ def test_a_run_that_is_overtaken_there(pipelines: list[PipelineUnderTest], place
     """What it does when it wakes up must do no harm: it is fenced, or has nothing left to do."""
     del pipelines[0 if not rereads(place) else 1]
     (pipeline,) = pipelines
+    prepare(pipelines, place)
     with writing(pipeline.databases.source):
         paused = SparklessRun(pipeline.file, f"{place}:pause:1", rereads(place))
         try:
