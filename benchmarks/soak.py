@@ -220,7 +220,7 @@ def _samples(
         " FROM pg_replication_slots WHERE slot_name = %s"
     )
     while (at := time.monotonic() - began) < seconds:
-        check(None, command.poll(), "exit code of the stream while it is needed")
+        check((None, None), (command.poll(), writer.failure), "exit code of the stream and failure of the writer")
         applied = existing_record(pipeline).applied
         retained, flushed = query(source, text, pipeline.source.slot)
         sizes = {"driver": 0, "jvm": 0, "workers": 0}
@@ -243,10 +243,18 @@ class _Writer(threading.Thread):
         self._rate = rate
         self._halt = threading.Event()
         self.changes = 0
+        self.failure: Exception | None = None
 
     def run(self) -> None:
+        try:
+            self._write()
+        except Exception as e:
+            self.failure = e
+
+    def _write(self) -> None:
+        row = ROW.replace("%", "%%")
         upsert = f"""
-            INSERT INTO public.t SELECT {ROW} FROM generate_series(%s::bigint, %s::bigint) AS n
+            INSERT INTO public.t SELECT {row} FROM generate_series(%s::bigint, %s::bigint) AS n
             ON CONFLICT (id) DO UPDATE SET amount = t.amount + 1, note = md5(t.note), status = excluded.status
         """
         began, first = time.monotonic(), 1
@@ -265,3 +273,4 @@ class _Writer(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._halt.set()
         self.join()
+        check(None, self.failure, "failure of the writer")
