@@ -7,7 +7,9 @@ where Spark matters are killed with it in ``test_crashes.py``.
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,8 @@ CODES = {"error": FAILED, "kill": -9}
 
 
 @pytest.fixture
-def pipelines(databases: Databases, tmp_path: Path) -> list[PipelineUnderTest]:
-    """A mirror and a changelog of ``public.t``, in three chunks."""
+def pipelines(databases: Databases, tmp_path: Path) -> Iterator[list[PipelineUnderTest]]:
+    """A mirror and a changelog of ``public.t``, in three chunks; in the end no run of theirs is left."""
     made = []
     for mode in ("mirror", "changelog"):
         directory = tmp_path / mode
@@ -51,7 +53,9 @@ def pipelines(databases: Databases, tmp_path: Path) -> list[PipelineUnderTest]:
         pipeline.change(pipeline=pipeline.name)
         made.append(pipeline)
     made[0].source(AUDITED)
-    return made
+    yield made
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def prepare(pipelines: list[PipelineUnderTest], place: str) -> None:

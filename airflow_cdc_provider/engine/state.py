@@ -65,6 +65,8 @@ class State:
             paths = self._fs.ls(f"{self._root}/{folder}", detail=False, refresh=True)
         except FileNotFoundError:
             return []
+        except OSError as e:
+            raise self._unusable("listed", folder, e) from e
         names = (str(path).rsplit("/", 1)[-1] for path in paths)
         return sorted(f"{folder}/{name}" for name in names if not name.startswith("."))
 
@@ -102,7 +104,7 @@ class State:
     def _unusable(self, what: str, name: str, error: Exception) -> StateUnwritable:
         reason = getattr(error, "strerror", None) or str(error)
         return StateUnwritable(
-            f"the state file {self.url}/{name} cannot be {what}: {reason}",
+            f"{self.url}/{name} cannot be {what}: {reason}",
             "Give the pipeline a state location that this user can write, and that driver and Airflow both reach.",
         )
 

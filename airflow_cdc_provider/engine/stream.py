@@ -94,9 +94,9 @@ class Stage:
     batch: str
     targets: dict[int, Target]
     filters: dict[str, TableFilter]
-    since: int
-    before: int
     source_dsn: str = field(repr=False)
+    since: int = 0
+    before: int = _END
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -420,9 +420,9 @@ class StreamJob:
             f"{self._run.epoch}_{batch}",
             {leaf.oid: target for target in self._record.targets for leaf in target.table.leaves},
             filters,
+            self._pipeline.source.dsn,
             self._since,
             _END if before is None else before,
-            self._pipeline.source.dsn,
         )
         found = pieces.mapInArrow(stage, "message binary").collect()
         messages = [pickle.loads(row.message) for row in found]
