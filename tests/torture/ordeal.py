@@ -25,6 +25,9 @@ from tests.torture.writers import Writer
 
 _SERVER = {"fsync": "off", "wal_sender_timeout": "4s", "max_connections": "60", "TimeZone": "UTC"}
 _CATCH_UP_SECONDS = 300.0
+_SIGHTS = 20
+"""States of the consistent target that readers must have seen while writers were at work."""
+_SIGHTS_SECONDS = 120.0
 _SHOWN = 3
 
 
@@ -124,8 +127,10 @@ class _Ordeal:
         try:
             for thread in (*self._writers, self._observer, self._driver, self._nemesis):
                 thread.start()
-            self._wait(seconds)
+            self._wait(seconds, lambda: False)
             self._nemesis.stop()
+            # On a slow machine the mirror may have become consistent only now.
+            self._wait(_SIGHTS_SECONDS, lambda: sum(s.consistent for s in self._observer.sights) >= _SIGHTS)
             for writer in self._writers:
                 writer.stop()
             self._note("writers and nemesis have stopped")
@@ -136,12 +141,12 @@ class _Ordeal:
             self._pipeline.end_commands()
         self._count()
 
-    def _wait(self, seconds: float) -> None:
-        """Let them work, until time is over or one of them has found something wrong."""
-        threads = (*self._writers, self._observer, self._driver, self._nemesis)
+    def _wait(self, seconds: float, enough: Callable[[], bool]) -> None:
+        """Let them work, until it is enough, time is over, or one of them has found something wrong."""
+        threads = (*self._writers, self._observer, self._driver)
 
         def over() -> bool:
-            return bool(self._wrong()) or not all(thread.is_alive() for thread in threads)
+            return enough() or bool(self._wrong()) or not all(thread.is_alive() for thread in threads)
 
         await_condition(over, seconds, interval=0.5)
 
