@@ -151,6 +151,6 @@ def test_a_seed(seed: int, mode: str, server_directory: Path) -> None:
     directory = server_directory / f"torture-{seed}"
     directory.mkdir()
     directory.chmod(0o755)
-    report = torture(seed, 45, mode, directory, lines.append)
+    report = torture(seed, 30, mode, directory, lines.append)
     assert report.wrong == [], "\n".join([*lines, *report.wrong])
     assert report.counts["changes"] > 1000

@@ -155,7 +155,7 @@ class Truth:
         return [Transaction(full[xid], commit, end, tuple(changes[full[xid]])) for commit, (xid, end) in ordered]
 
 
-# The pipeline's own entries about reads come and go; this keeps them all.
+# The pipeline's own entries about reads come and go; this keeps them all, whatever the pipeline's role may do.
 TARGET_SETUP = (
     "CREATE SCHEMA torture",
     """
@@ -164,7 +164,7 @@ CREATE TABLE torture.readings (
     applied pg_lsn
 )""",
     """
-CREATE FUNCTION torture.reading() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION torture.reading() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
     INSERT INTO torture.readings (source_table, definition, keys, snapshot, rows, applied)
     SELECT NEW.source_table, NEW.definition, NEW.keys, NEW.snapshot, NEW.row_count, applied_lsn
@@ -172,7 +172,7 @@ BEGIN
     RETURN NULL;
 END $$""",
     """
-CREATE FUNCTION torture.watch() RETURNS event_trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION torture.watch() RETURNS event_trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
     IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands() WHERE object_identity = 'airflow_cdc.chunks') THEN
         CREATE TRIGGER torture AFTER INSERT OR UPDATE ON airflow_cdc.chunks FOR EACH ROW

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from tests.conftest import Databases, create_database
+from tests.conftest import Databases, create_database, create_roles
 from tests.pipelines import PipelineUnderTest, execute, query_rows
 from tests.torture.checks import violations
 from tests.torture.driver import Driver
@@ -83,6 +83,7 @@ def _servers(directory: Path) -> Iterator[tuple[PostgresServer, PostgresServer]]
             server = PostgresServer.create(directory / name, settings=_SERVER)
             stack.callback(server.stop, "immediate")
             server.start()
+            create_roles(server)
             made.append(server)
         yield made[0], made[1]
 
