@@ -33,7 +33,8 @@ from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
 from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_slot, reader_name
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
-from airflow_cdc_provider.engine.stream import Stage, StreamJob
+from airflow_cdc_provider.engine.stage import Stage
+from airflow_cdc_provider.engine.stream import StreamJob
 from benchmarks.lab import ROW, SCHEMA, TABLE, TABLE_DDL, Lab, create_database, drop_database, execute, fill, query
 from benchmarks.report import Series, WrongResult, check, tell
 from benchmarks.sinks import NoopSink, ParquetSink

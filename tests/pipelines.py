@@ -420,12 +420,12 @@ def follow_log(run: Run, record: Record, until: int | None) -> None:
     reader = SlotStreamReader(job._source_options())
     try:
         with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-            job.look(source)
+            job._units.look(source)
         _follow(run, job, reader, until)
     finally:
         reader.stop()
-    if job._refusal is not None:
-        raise job._refusal
+    if job._units.refusal is not None:
+        raise job._units.refusal
 
 
 def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None) -> None:
@@ -439,7 +439,7 @@ def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | Non
         run.progress = {}
         if until is None and run.stopping:
             return True
-        if job.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
+        if job._units.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
             return True
         if end == start:
             return False

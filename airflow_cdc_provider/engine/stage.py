@@ -1,0 +1,121 @@
+"""The work of a staging task: raw pieces of the log in, effects in the sink's staging and pickled messages out.
+
+It runs on executors. What a piece does is worked out from the log alone, but for keys whose
+chunk, or whose place among rows that were read again, only a database can tell.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.chunks import chunk_of
+from airflow_cdc_provider.engine.connection import Connection, connect
+from airflow_cdc_provider.engine.effects import TableFilter, between, effects
+from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
+from airflow_cdc_provider.engine.pgoutput import Piece, decode
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Target
+
+END = (1 << 63) - 1
+"""Beyond every LSN."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The work of a staging task, as a function that Spark ships: raw pieces in, pickled messages out.
+
+    :param since, before: bounds of the commit records of the transactions that are staged.
+    """
+
+    sink: Sink
+    epoch: int
+    batch: str
+    targets: dict[int, Target]
+    filters: dict[str, TableFilter]
+    source_dsn: str = field(repr=False)
+    since: int = 0
+    before: int = END
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for row in batch.to_pylist():
+                message: StagedPiece | Misfit | CdcError
+                try:
+                    message = self._stage(row["start"], row["end"], row["index"], row["piece"])
+                except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
+                    message = e
+                except DRIVER_ERRORS as e:
+                    message = driver_failure(e, "staging")
+                yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
+
+    def _stage(self, start: str, end: str, index: int, data: bytes) -> StagedPiece | Misfit:
+        piece = Piece.from_bytes(data) if data else None
+        decoded = [between(changes, self.since, self.before) for changes in (decode(piece) if piece else [])]
+        tables = {oid: target.table for oid, target in self.targets.items()}
+        snapshots = {label: filter_.snapshots for label, filter_ in self.filters.items()}
+        opened = piece.transaction.commit_lsn if piece and piece.transaction else 0
+        misfit = first_misfit(decoded, tables, snapshots, opened)
+        if misfit is not None:
+            return misfit
+        source: Connection | None = None
+
+        def ask(table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> npt.NDArray[np.int64]:
+            nonlocal source
+            source = source or connect(self.source_dsn)
+            return chunk_of(source, table, bounds, keys)
+
+        labelled = {target.table.label: target for target in self.targets.values()}
+
+        def ask_members(
+            table: Table, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+        ) -> Sequence[tuple[int, int]]:
+            return self.sink.members(labelled[table.label], members, keys)
+
+        try:
+            net = effects(decoded, tables, self.filters, self.sink.mode, ask, ask_members)
+        finally:
+            if source is not None:
+                source.close()
+        staged = self.sink.stage(self.epoch, f"{self.batch}_{index}_{uuid.uuid4().hex[:8]}", net.effects)
+        xids = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(c.xid for c in decoded)]))
+        return StagedPiece(
+            start,
+            end,
+            index,
+            sum(len(c.op) for c in decoded),
+            xids.astype("<u4").tobytes(),
+            staged,
+            net.split_truncates,
+        )
+
+
+def open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
+    """The filters that still matter: a read sees nothing that committed after its H.
+
+    Those that do not must be left out, since transaction ids can be compared only within 2^31 of each other.
+    """
+    filters = {}
+    for target in record.targets:
+        read = [
+            (c, c.watermark) for c in record.chunks if c.chunk.table == target.table.label and c.watermark is not None
+        ]
+        ranges = [(c.chunk, watermark) for c, watermark in read if c.keys is None]
+        if not any(watermark.high > applied for _, watermark in ranges):
+            ranges = []
+        reread = {key: watermark.snapshot for c, watermark in read if watermark.high > applied for key in c.keys or ()}
+        if ranges or reread:
+            filters[target.table.label] = TableFilter(
+                bounds=tuple(chunk.lower for chunk, _ in ranges if chunk.lower is not None),
+                snapshots=tuple(watermark.snapshot for _, watermark in ranges),
+                reread=reread,
+            )
+    return filters

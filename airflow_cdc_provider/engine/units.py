@@ -1,0 +1,286 @@
+"""Units: how batches of the log become commits of the sink, with re-reads and changes of schema between them.
+
+A batch ends at a commit, so a batch is a unit, except for a transaction larger than a
+batch: its parts are staged batch by batch and committed with the last one. Where the log
+describes a table anew, the batch is cut: what comes before is a unit of its own, then the
+change is followed, or the table read again, and the rest is staged under the new definition.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from pyspark.sql import DataFrame
+
+from airflow_cdc_provider.engine.buffer import Position
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.connection import Connection, connected
+from airflow_cdc_provider.engine.drift import catalog_state, drifted, look
+from airflow_cdc_provider.engine.errors import Blocked, CannotFollow, CdcError, StreamFailed
+from airflow_cdc_provider.engine.evolution import Follow, Misfit, Refuse, Unchanged, Verdict, decide
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.gate import Passage
+from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.reread import adopt, read_again, read_keys_again, take_requests, target_of
+from airflow_cdc_provider.engine.run import Run, existing_record, note_passage
+from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
+from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.stage import END, Stage, open_filters
+
+# Each staging after a re-read can ask for other rows: those that moved from the ones that were read.
+_STAGINGS = 5
+# A change of schema is followed, and if the log then shows that there was more to it, the table is read again.
+_MEETINGS = 3
+
+
+class _RelationChanged(Exception):
+    """A batch has changes in a format that is not the recorded one."""
+
+    def __init__(self, misfit: Misfit) -> None:
+        super().__init__(misfit.label)
+        self.misfit = misfit
+
+
+@dataclass(frozen=True)
+class _Drift:
+    """Tables that were found to be defined otherwise than recorded.
+
+    :param tables: by label what the catalog said, or why it cannot be followed.
+    :param marker: LSN written afterwards; what comes after it in the log was changed under that definition.
+    """
+
+    tables: Mapping[str, Table | CdcError]
+    marker: int
+
+    def told(self, label: str, after: Table | CdcError) -> bool:
+        """Whether this is what the catalog said."""
+        before = self.tables.get(label)
+        if isinstance(before, Table) and isinstance(after, Table):
+            return before.to_dict() == after.to_dict()
+        return isinstance(before, CdcError) and isinstance(after, CdcError) and before.message == after.message
+
+
+class Units:
+    """Brings batches into the sink, one after the other.
+
+    :ivar record: the sink's commit record, as last read.
+    :ivar applied: LSN durable in the sink.
+    :ivar changes: row changes committed.
+    :ivar seconds: time spent in units that held changes.
+    :ivar refusal: why the stream cannot go on beyond what is applied, ``None`` while it can.
+    """
+
+    def __init__(self, run: Run, record: Record) -> None:
+        self.record = record
+        self.applied = record.applied
+        self.changes = 0
+        self.seconds = 0.0
+        self.refusal: CannotFollow | None = None
+        self._run = run
+        self._parts: list[StagedPiece] = []
+        self._since = 0
+        self._catalog = ""
+        self._drift: _Drift | None = None
+
+    def done(self, target: int | None) -> bool:
+        """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
+        reached = target is not None and self.applied >= target and self._drift is None
+        return reached or self.refusal is not None
+
+    def look(self, source: Connection) -> None:
+        """Look whether the catalog has changed, and keep what it says until the log has been passed so far."""
+        state = catalog_state(source, self._run.pipeline.source.publication, self.record.targets)
+        if state == self._catalog:
+            return
+        found = drifted(source, self._run.pipeline, self.record.targets)
+        if found:
+            self._drift = _Drift(found, emit_marker(source, "definition"))
+        self._catalog = state
+
+    def note(self, passage: Passage) -> None:
+        """Keep in the record what was seen of the slot, see :func:`.run.note_passage`."""
+        if note_passage(self._run.sink, self.record, passage):
+            self.record = existing_record(self._run.pipeline)
+
+    def bring(self, pieces: DataFrame, batch: int) -> None:
+        """Bring a batch into the sink: stage it, follow what it says of the schema, commit it if it ends a unit.
+
+        :param pieces: rows of :class:`.source.PostgresCdcSource`.
+        :param batch: Spark's number of the batch, for names only.
+        :raises CdcError: when it cannot be brought in; nothing beyond ``applied`` is in the sink then.
+        """
+        if not self._parts:
+            self._take_requests()
+        self._since, met = 0, Counter[tuple[str, int]]()
+        while True:
+            try:
+                self._unit(pieces, batch, None)
+                break
+            except _RelationChanged as e:
+                met[e.misfit.label, e.misfit.commit_lsn] += 1
+                if met[e.misfit.label, e.misfit.commit_lsn] > _MEETINGS:
+                    raise StreamFailed(
+                        f"{e.misfit.label} is described at {format_lsn(e.misfit.commit_lsn)} as it is not defined",
+                        f"Run `airflow-cdc resnapshot --table '{e.misfit.label}'`.",
+                    ) from e
+                self._meet(e.misfit, pieces, batch)
+        if not self._parts:
+            self._settle()
+
+    def _unit(self, pieces: DataFrame, batch: int, before: int | None) -> None:
+        """Bring the batch into the sink, or those of its transactions whose commit record lies before an LSN.
+
+        :raises _RelationChanged: when nothing was committed, as there are changes in another format.
+        """
+        started = time.monotonic()
+        staged = self._stage(pieces, batch, before)
+        if not staged:
+            return  # the sink has it already
+        end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
+        if end.block:
+            self._parts += staged
+            return
+        unit = _numbered(self._parts + staged)
+        # A checkpoint may be behind the record; what it would repeat, the source has not been asked for.
+        start = max(Position.from_json(json.loads(unit[0].start)).lsn, self.applied)
+        for _ in range(_STAGINGS):
+            if self._commit(start, end.lsn, unit):
+                break
+            if self._parts:
+                raise _torn()
+            self._run.sink.sweep(self._run.epoch)
+            unit = _numbered(self._stage(pieces, batch, before))
+        else:
+            raise StreamFailed(
+                f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
+                "Run `airflow-cdc resnapshot` for the tables concerned.",
+            )
+        failpoint("before-spark-commit")
+        self._parts = []
+        self.applied = max(self.applied, end.lsn)
+        changes = sum(piece.changes for piece in unit)
+        if changes:
+            self.changes += changes
+            self.seconds += time.monotonic() - started
+
+    def _stage(self, pieces: DataFrame, batch: int, before: int | None) -> list[StagedPiece]:
+        filters = open_filters(self.record, self.applied)
+        stage = Stage(
+            self._run.sink,
+            self._run.epoch,
+            f"{self._run.epoch}_{batch}",
+            {leaf.oid: target for target in self.record.targets for leaf in target.table.leaves},
+            filters,
+            self._run.pipeline.source.dsn,
+            self._since,
+            END if before is None else before,
+        )
+        found = pieces.mapInArrow(stage, "message binary").collect()
+        messages = [pickle.loads(row.message) for row in found]
+        misfits = [message for message in messages if isinstance(message, Misfit)]
+        if misfits:
+            raise _RelationChanged(min(misfits, key=lambda misfit: misfit.commit_lsn))
+        for message in messages:
+            if isinstance(message, CdcError):
+                raise message
+        return sorted(messages, key=lambda m: m.index)
+
+    # -- changes of schema -------------------------------------------------------------------------
+
+    def _meet(self, misfit: Misfit, pieces: DataFrame, batch: int) -> None:
+        """Commit what comes before the first changes in another format; then follow the change of schema.
+
+        The unit ends at the commit record of their transaction: those before end there or earlier, and the server
+        sends a transaction again whose commit record begins at or after the position that is asked for.
+        """
+        torn = bool(self._parts) and misfit.inside
+        if misfit.commit_lsn > self.applied and not torn:
+            self._unit(pieces, batch, misfit.commit_lsn)
+            failpoint("unit-cut")
+        self._since = misfit.commit_lsn
+        target = target_of(self.record, misfit.label)
+        with connected(self._run.pipeline.source.dsn) as source:
+            after = look(source, self._run.pipeline, [target])[misfit.label]
+        verdict = decide(target.table, after, misfit.relation)
+        if torn and not isinstance(verdict, Refuse):
+            adopt(self._run, misfit.label)  # the next try filters what the parts have been staged for in vain
+            raise _torn()
+        self._change(target, verdict)
+
+    def _settle(self) -> None:
+        """Follow what the catalog was found to say, once everything from before has been applied."""
+        drift = self._drift
+        if drift is None or self.applied < drift.marker:
+            return
+        with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            now = drifted(source, self._run.pipeline, self.record.targets)
+            if not all(drift.told(label, after) for label, after in now.items()):
+                self._drift = _Drift(now, emit_marker(source, "definition"))
+                return
+        refused = None
+        for label, after in now.items():
+            target = target_of(self.record, label)
+            verdict = decide(target.table, after)
+            if isinstance(verdict, Refuse):
+                refused = CannotFollow(verdict.message, verdict.solution)
+                continue
+            try:
+                self._change(target, verdict)
+            except Blocked:
+                return  # by a transaction that has not ended: later
+        self.refusal = refused
+        if self._drift is drift:
+            self._drift = None
+
+    def _change(self, target: Target, verdict: Verdict) -> None:
+        """Carry out a verdict between two units."""
+        if isinstance(verdict, Unchanged):
+            return
+        if isinstance(verdict, Refuse):
+            raise CannotFollow(verdict.message, verdict.solution)
+        try:
+            if isinstance(verdict, Follow):
+                self._run.sink.redefine(self._run.epoch, target, replace(target, table=verdict.table))
+            else:
+                adopt(self._run, target.table.label)
+        except RowsNeeded:
+            adopt(self._run, target.table.label)
+        self.record = existing_record(self._run.pipeline)
+
+    def _commit(self, start: int, end: int, unit: list[StagedPiece]) -> bool:
+        """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
+        split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
+        if split:
+            for label in sorted(split):
+                read_again(self._run, self.record, label)
+        else:
+            try:
+                self._run.sink.commit(self._run.epoch, start, end, unit)
+                return True
+            except MissingValues as e:
+                xids = np.unique(np.concatenate([np.frombuffer(piece.xids, "<u4") for piece in unit]))
+                read_keys_again(self._run, self.record, e.keys, xids)
+        self.record = existing_record(self._run.pipeline)
+        return False
+
+    def _take_requests(self) -> None:
+        if take_requests(self._run, self.record):
+            self.record = existing_record(self._run.pipeline)
+
+
+def _torn() -> StreamFailed:
+    return StreamFailed(
+        "rows were read again in the middle of a large transaction; it has to be streamed again",
+        "Start again: the stream goes on from the last commit.",
+    )
+
+
+def _numbered(pieces: list[StagedPiece]) -> list[StagedPiece]:
+    """Pieces of several batches, numbered in the order in which they are applied."""
+    return [replace(piece, index=i) for i, piece in enumerate(pieces)]
