@@ -164,7 +164,7 @@ def test_a_run_shows_no_password(
     pipeline.change()
 
     with CommandLines() as processes:
-        command = pipeline.start("run", failpoint="batch-committed:pause")
+        command = pipeline.start("run", failpoint="before-spark-commit:pause")
         command.until(lambda: command.paused() == 1, "a committed batch", 2 * SECONDS)
         assert await_condition(lambda: answers(port), SECONDS)
         for page, text in web_ui(port):

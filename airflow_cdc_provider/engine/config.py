@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import quote, urlencode, urlsplit
 
-import psycopg2
 import yaml
-from psycopg2.extensions import parse_dsn
 
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.restart import Restart, Strategy
@@ -415,8 +413,10 @@ def _dsn(value: object) -> str:
     # libpq takes the first @ for the password's end and would name the rest, as a host, in its messages.
     if parts.netloc.count("@") > 1:
         raise ValueError(f"{wanted}, with special characters of user and password escaped (%40 for @)")
+    import psycopg2.extensions  # late: reading Dags must not load a driver
+
     try:
-        parse_dsn(text)
+        psycopg2.extensions.parse_dsn(text)
     except psycopg2.Error:
         raise ValueError(f"{wanted}, with parameters that libpq knows") from None
     return text
