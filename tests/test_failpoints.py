@@ -120,6 +120,7 @@ def test_a_run_that_is_overtaken_there(pipelines: list[PipelineUnderTest], place
         finally:
             paused.resume()
         assert paused.wait() in (DONE, FAILED)
+        assert "Traceback" not in paused.message, paused.message
         after = SparklessRun(pipeline.file)
         assert (after.wait(), after.message) == (DONE, "")
     check(pipelines)

@@ -382,10 +382,12 @@ def halted(side: str, which: Callable[[psutil.Process], bool] = lambda process: 
         assert chosen
         for process in chosen:
             process.suspend()
-        yield
-        for process in chosen:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        try:
+            yield
+        finally:  # the server serves the other tests too
+            for process in chosen:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     return outage
 

@@ -165,12 +165,14 @@ def test_a_run_shows_no_password(
 
     with CommandLines() as processes:
         command = pipeline.start("run", failpoint="before-spark-commit:pause")
-        command.until(lambda: command.paused() == 1, "a committed batch", 2 * SECONDS)
-        assert await_condition(lambda: answers(port), SECONDS)
-        for page, text in web_ui(port):
-            assert_clean(page, text)
-        status = cli.main(["status", "--json", "--pipeline", str(pipeline.file)])
-        command.kill()
+        try:
+            command.until(lambda: command.paused() == 1, "a committed batch", 2 * SECONDS)
+            assert await_condition(lambda: answers(port), SECONDS)
+            for page, text in web_ui(port):
+                assert_clean(page, text)
+            status = cli.main(["status", "--json", "--pipeline", str(pipeline.file)])
+        finally:
+            command.kill()
     assert status == 0
 
     assert any("spark" in line.lower() for line in processes.seen)

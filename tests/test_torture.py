@@ -153,4 +153,6 @@ def test_a_seed(seed: int, mode: str, server_directory: Path) -> None:
     directory.chmod(0o755)
     report = torture(seed, 30, mode, directory, lines.append)
     assert report.wrong == [], "\n".join([*lines, *report.wrong])
-    assert report.counts["changes"] > 1000
+    # What has not been seen proves nothing.
+    for seen in ("changes", "different consistent states seen", "steps of the nemesis"):
+        assert report.counts[seen] > 0, (seen, report.counts)
