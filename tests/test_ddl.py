@@ -378,6 +378,18 @@ def test_a_crash_on_the_way(
         assert pipeline.target_rows(count) == [("d", 2, 2), ("i", 2, 2), ("r", 12, 1), ("u", 8, 8)]
 
 
+def test_a_batch_that_is_cut_leaves_no_staging(tables: Callable[..., Tables]) -> None:
+    pipeline = tables(["t", "u"])
+    pipeline.source(
+        "INSERT INTO public.u (id, w) SELECT n, repeat('x', 500) FROM generate_series(100, 40099) n",
+        "ALTER TABLE public.t ADD b int DEFAULT 1",
+    )
+    pipeline.play(*DATA)
+    pipeline.apply()
+    assert pipeline.target_rows("SELECT relname FROM pg_class WHERE starts_with(relname, 'stage_')") == []
+    pipeline.assert_same()
+
+
 # -- beside large transactions and the snapshot ----------------------------------------------------------
 
 

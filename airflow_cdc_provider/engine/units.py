@@ -9,7 +9,9 @@ change is followed, or the table read again, and the rest is staged under the ne
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -32,6 +34,8 @@ from airflow_cdc_provider.engine.run import Run, existing_record, note_passage
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stage import END, Stage, open_filters
+
+log = logging.getLogger(__name__)
 
 # Each staging after a re-read can ask for other rows: those that moved from the ones that were read.
 _STAGINGS = 5
@@ -87,6 +91,7 @@ class Units:
         self._since = 0
         self._catalog = ""
         self._drift: _Drift | None = None
+        self._drifting = threading.Lock()  # found beside the batches, by the thread that watches them
 
     def done(self, target: int | None) -> bool:
         """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
@@ -100,7 +105,9 @@ class Units:
             return
         found = drifted(source, self._run.pipeline, self.record.targets)
         if found:
-            self._drift = _Drift(found, emit_marker(source, "definition"))
+            drift = _Drift(found, emit_marker(source, "definition"))
+            with self._drifting:
+                self._drift = drift
         self._catalog = state
 
     def note(self, passage: Passage) -> None:
@@ -200,6 +207,8 @@ class Units:
         sends a transaction again whose commit record begins at or after the position that is asked for.
         """
         torn = bool(self._parts) and misfit.inside
+        if not self._parts:
+            self._run.sink.sweep(self._run.epoch)  # what the pieces without a misfit have staged
         if misfit.commit_lsn > self.applied and not torn:
             self._unit(pieces, batch, misfit.commit_lsn)
             failpoint("unit-cut")
@@ -235,8 +244,9 @@ class Units:
             except Blocked:
                 return  # by a transaction that has not ended: later
         self.refusal = refused
-        if self._drift is drift:
-            self._drift = None
+        with self._drifting:
+            if self._drift is drift:
+                self._drift = None
 
     def _change(self, target: Target, verdict: Verdict) -> None:
         """Carry out a verdict between two units."""
@@ -248,8 +258,10 @@ class Units:
             if isinstance(verdict, Follow):
                 self._run.sink.redefine(self._run.epoch, target, replace(target, table=verdict.table))
             else:
+                log.warning("Reading %s again: %s", target.table.label, verdict.why)
                 adopt(self._run, target.table.label)
-        except RowsNeeded:
+        except RowsNeeded as e:
+            log.warning("Reading %s again: %s", target.table.label, e)
             adopt(self._run, target.table.label)
         self.record = existing_record(self._run.pipeline)
 

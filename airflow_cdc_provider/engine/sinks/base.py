@@ -142,11 +142,7 @@ class MissingValues(Exception):
 
 
 class RowsNeeded(Exception):
-    """A target cannot be given a new definition alone: the rows of the table ``label`` have to be read again, too."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__(f"the rows of {label} must be read again")
-        self.label = label
+    """A target cannot be given a new definition alone: the rows of its table have to be read again, too."""
 
 
 class Sink(Protocol):

@@ -111,7 +111,7 @@ class _Change:
             if column.name not in present:
                 self._add(column)
             elif self._rows_stay:
-                raise RowsNeeded(self._target.table.label)
+                raise RowsNeeded(f"the target has a column {column.name} of its own")
             else:
                 self._retype(column)
         if change.key and self._mode == "mirror" and self._target.table.key:
