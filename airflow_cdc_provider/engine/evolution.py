@@ -19,6 +19,7 @@ import numpy as np
 
 from airflow_cdc_provider.engine.catalog import Column, Table
 from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.merge import seen_by
 from airflow_cdc_provider.engine.pgoutput import Changes, Relation
 from airflow_cdc_provider.engine.visibility import Snapshot
 
@@ -203,8 +204,7 @@ def first_misfit(
         if table is None or not len(changes.op) or fits(table, changes.relation):
             continue
         chunks = snapshots.get(table.label, ())
-        contained = np.logical_and.reduce([snapshot.visible(changes.xid) for snapshot in chunks]) if chunks else False
-        outside = np.flatnonzero(~np.broadcast_to(contained, len(changes.op)))
+        outside = np.flatnonzero(seen_by(changes.xid, chunks) < max(len(chunks), 1))
         if not outside.size:
             continue
         lsn = int(changes.commit_lsn[outside[0]])

@@ -150,7 +150,7 @@ def keep(
     """
     xids = xid[halves.row]
     distinct, which = np.unique(xids, return_inverse=True)
-    seen = _seen_by(distinct, snapshots)[which]
+    seen = seen_by(distinct, snapshots)[which]
     kept: NDArray[np.bool_] = seen == 0
     unsure = np.flatnonzero((seen > 0) & (seen < len(snapshots)))
     if unsure.size:
@@ -166,7 +166,7 @@ def keep(
 
 def truncate_visibility(xid: int, snapshots: Sequence[Snapshot]) -> Visibility:
     """Tell what a truncate means: ALL drop it, NONE apply it, SOME read the table again."""
-    seen = _seen_by(np.array([xid]), snapshots)[0]
+    seen = seen_by(np.array([xid]), snapshots)[0]
     if seen == 0:
         return Visibility.NONE
     return Visibility.ALL if seen == len(snapshots) else Visibility.SOME
@@ -278,7 +278,7 @@ def sent(changes: Changes, column: int, key: tuple[int, ...]) -> tuple[pa.Array,
     return pc.if_else(pa.array(told), changes.old[column], new), unsent if unsent.any() else None
 
 
-def _seen_by(xids: NDArray[np.int64], snapshots: Sequence[Snapshot]) -> NDArray[np.int64]:
+def seen_by(xids: NDArray[np.int64], snapshots: Sequence[Snapshot]) -> NDArray[np.int64]:
     """Count, for each 32-bit transaction id, the snapshots that see it.
 
     A snapshot sees the ids below its xmax but for those it lists, so sorting the bounds and the lists of
