@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg2
 import pytest
@@ -295,6 +296,42 @@ def test_a_partitioned_table_has_the_leaves_of_its_tree(source: Connection) -> N
     assert labels(source, "shop.p_de") == ["shop.p_de"]
     with pytest.raises(ConfigError, match="belong to both"):
         find(source, "shop.*", "shop.p_de")
+
+
+def test_values_of_rows_from_before_a_column_are_those_of_the_leaves(source: Connection) -> None:
+    rows(source, PARTITIONED)
+    rows(source, "ALTER TABLE shop.p ADD n numeric(10,2) DEFAULT 2.5, ADD b int")
+
+    columns = {column.name: column for column in find(source, "shop.p")[0].columns}
+    assert [(columns[name].missing, columns[name].uniform) for name in "nb"] == [("2.50", True), (None, True)]
+    assert (columns["n"].type_modifier, columns["b"].type_modifier) == ((10 << 16 | 2) + 4, -1)
+    rows(source, "VACUUM FULL shop.p_de")
+    assert {column.name for column in find(source, "shop.p")[0].columns if not column.uniform} == {"n"}
+
+
+def test_ddl_between_the_queries(
+    source: Connection, source_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found is of one moment, but for new leaves, which are left to the next look."""
+    rows(source, PARTITIONED + "CREATE TABLE shop.t (id int PRIMARY KEY, v int)")
+    before = find(source, "shop.p", "shop.t")
+    real = catalog.rows
+
+    def meanwhile(connection: Connection, query: Any, parameters: Any = None) -> list[tuple[Any, ...]]:
+        if query is catalog._LEAVES:
+            with connected(source_server.dsn("catalog")) as other:
+                rows(other, "CREATE TABLE shop.p_fr PARTITION OF shop.p FOR VALUES IN ('fr')")
+                rows(other, "ALTER TABLE shop.t ALTER v TYPE bigint")
+        return real(connection, query, parameters)
+
+    monkeypatch.setattr(catalog, "rows", meanwhile)
+    found = find(source, "shop.p", "shop.t")
+    monkeypatch.undo()
+    assert [(t.leaves, [c.type_oid for c in t.columns]) for t in found] == [
+        (t.leaves, [c.type_oid for c in t.columns]) for t in before
+    ]
+    assert [leaf.filenode for leaf in found[1].leaves] == [leaf.filenode for leaf in before[1].leaves]
+    assert len(find(source, "shop.p")[0].leaves) == 3
 
 
 def test_the_identity_of_leaves_counts(source: Connection) -> None:

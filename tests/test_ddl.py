@@ -46,7 +46,7 @@ FOLLOWED = {
     "drop": ["ALTER TABLE {t} DROP a"],
     "rename": ["ALTER TABLE {t} RENAME a TO amount"],
     "there_and_back": ["ALTER TABLE {t} RENAME id TO ident", "ALTER TABLE {t} RENAME ident TO id"],
-    "widen": ["ALTER TABLE {t} ALTER v TYPE varchar(40)"],
+    "widen": ["ALTER TABLE {t} ALTER v TYPE varchar(40)", "UPDATE {t} SET v = repeat('x', 40) WHERE id = 8"],
     "to_text": ["ALTER TABLE {t} ALTER v TYPE text"],
     "not_null": ["ALTER TABLE {t} ALTER w SET NOT NULL"],
     "set_default": ["ALTER TABLE {t} ALTER a SET DEFAULT 5"],
@@ -200,6 +200,12 @@ SCRIPTS = {
         "UPDATE {t} SET b = 3 WHERE id = 5",
         "UPDATE {t} SET id = 50 WHERE id = 6",
         "DELETE FROM {t} WHERE id = 7",
+    ],
+    "finer": [
+        "ALTER TABLE {t} ADD n numeric(10,2) DEFAULT 1.25, ADD s timestamp(0) DEFAULT '2020-01-01'",
+        *DATA,
+        "ALTER TABLE {t} ALTER n TYPE numeric, ALTER s TYPE timestamp(3)",
+        "UPDATE {t} SET n = 1.23456, s = '2020-01-01 00:00:00.123' WHERE id = 8",
     ],
     "key_renamed_for_good": [*DATA, "ALTER TABLE {t} RENAME id TO ident", "DELETE FROM {t} WHERE ident = 5"],
 }
@@ -416,7 +422,15 @@ def test_a_transaction_larger_than_a_batch(tables: Callable[..., Tables], where:
     pipeline.assert_same()
 
 
-@pytest.mark.parametrize("ddl", ["ALTER TABLE public.t ADD b int DEFAULT 1", "ALTER TABLE public.t DROP a"])
+@pytest.mark.parametrize(
+    "ddl",
+    [
+        "ALTER TABLE public.t ADD b int DEFAULT 1",
+        "ALTER TABLE public.t DROP a",
+        "ALTER TABLE public.t ALTER v TYPE varchar(40); UPDATE public.t SET v = repeat('x', 40)",
+        'ALTER TABLE public.t ALTER w TYPE text COLLATE "C"',
+    ],
+)
 def test_ddl_between_chunks(databases: Databases, tmp_path: Path, ddl: str) -> None:
     """A chunk is not read under another definition than the chunks before it: the table is read again as a whole."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 4})

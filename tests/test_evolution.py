@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.evolution import (
 from airflow_cdc_provider.engine.pgoutput import Changes, Relation, RelationColumn
 from airflow_cdc_provider.engine.visibility import Snapshot
 
-OIDS = {"int": 23, "bigint": 20, "text": 25, "varchar(5)": 1043, "varchar(9)": 1043}
+TYPES = {"int": (23, -1), "bigint": (20, -1), "text": (25, -1), "varchar(5)": (1043, 9), "varchar(9)": (1043, 13)}
 
 
 def table(spec: str, file: int = 1, **values: object) -> Table:
@@ -32,7 +32,9 @@ def table(spec: str, file: int = 1, **values: object) -> Table:
     for part in spec.split():
         name, _, kind = part.partition(":")
         kind, touched, _ = kind.partition("!")
-        columns.append(Column(name[1:], kind, OIDS[kind], None, False, True, attnum=int(name[0]), xmin=touched))
+        oid, modifier = TYPES[kind]
+        numbers = {"attnum": int(name[0]), "type_modifier": modifier}
+        columns.append(Column(name[1:], kind, oid, None, False, True, xmin=touched, **numbers))
     leaves = (Leaf(7, "public", "t", file),)
     made = Table(7, "public", "t", tuple(columns), (columns[0].name,), "d", None, leaves, "r")
     return replace(made, **{"attnums": max(c.attnum for c in columns), **values})  # type: ignore[arg-type]
@@ -40,7 +42,7 @@ def table(spec: str, file: int = 1, **values: object) -> Table:
 
 def relation(defined: Table) -> Relation:
     """How the log describes a table."""
-    columns = (RelationColumn(c.name, c.type_oid, -1, c.name in defined.key) for c in defined.columns)
+    columns = (RelationColumn(c.name, c.type_oid, c.type_modifier, c.name in defined.key) for c in defined.columns)
     return Relation(7, defined.schema, defined.name, defined.replica_identity, tuple(columns))
 
 
@@ -101,6 +103,12 @@ def test_a_list_of_columns_that_is_edited() -> None:
     assert isinstance(decide(before, table("1id:int 2x:int", column_list=True, attnums=3)), Follow)
 
 
+def test_a_column_whose_past_values_differ_between_leaves() -> None:
+    after = table("1id:int 2a:int 3b:varchar(5) 4c:int")
+    *kept, added = after.columns
+    assert isinstance(decide(BEFORE, replace(after, columns=(*kept, replace(added, uniform=False)))), Adopt)
+
+
 def test_what_makes_one_definition_the_other() -> None:
     change = redefinition(BEFORE, table("1id:int 2b:bigint 4c:int"))
     assert change.renamed == (("a", "b"),)
@@ -117,7 +125,7 @@ def test_what_makes_one_definition_the_other() -> None:
     [
         (BEFORE, True),
         (table("1id:int 3b:varchar(5) 2a:int"), False),
-        (table("1id:int 2a:int 3b:varchar(9)"), True),
+        (table("1id:int 2a:int 3b:varchar(9)"), False),
         (table("1id:int 2a:int"), False),
         (table("1id:bigint 2a:int 3b:varchar(5)"), False),
         (replace(BEFORE, name="u"), False),

@@ -69,7 +69,11 @@ CASES = {
     "column": [
         "ALTER TABLE {t} ADD b int DEFAULT 4",
         "INSERT INTO {t} VALUES (105, 'x', 1, 2)",
-        "UPDATE {t} SET n = 0",
+    ],
+    "column_without_default_later": [
+        "ALTER TABLE {t} ADD b int DEFAULT 4",
+        "ALTER TABLE {t} ALTER b DROP DEFAULT",
+        "INSERT INTO {t} VALUES (105, 'x', 1, 2)",
     ],
     "column_and_partition": [
         OUTSIDE,

@@ -17,7 +17,8 @@ import difflib
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -39,7 +40,7 @@ _NOT_TABLES = {"v": "view", "m": "materialized view", "f": "foreign table"}
 
 _RELATIONS = """
 SELECT c.oid::int8, n.nspname, c.relname, c.relkind, c.relpersistence, c.relispartition, c.relreplident,
-       c.relnatts, coalesce(pg_catalog.pg_relation_filenode(c.oid), 0)::int8
+       c.relnatts, c.relfilenode::int8
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f')
 ORDER BY n.nspname, c.relname
@@ -67,6 +68,12 @@ WITH RECURSIVE domains AS (
     JOIN pg_catalog.pg_namespace n ON n.oid = p.oprnamespace
     WHERE c.opcdefault AND n.nspname <> 'pg_catalog'
     GROUP BY c.opcintype
+), missing AS (
+    SELECT l.root, p.attname, pg_catalog.array_agg(DISTINCT (p.attmissingval::pg_catalog.text::pg_catalog.text[])[1])
+        AS found
+    FROM ROWS FROM (pg_catalog.unnest(%s::int8[]), pg_catalog.unnest(%s::int8[])) AS l (root, leaf)
+    JOIN pg_catalog.pg_attribute p ON p.attrelid = l.leaf::pg_catalog.oid AND p.attnum > 0 AND NOT p.attisdropped
+    GROUP BY l.root, p.attname
 )
 SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypmod), a.atttypid::int8,
        CASE WHEN a.attcollation <> t.typcollation
@@ -74,10 +81,11 @@ SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypm
        a.attnotnull,
        t.oid < 16384 AND t.typnamespace = 'pg_catalog'::pg_catalog.regnamespace AND t.typtype <> 'd'
            AND (t.typelem = 0 OR e.oid < 16384 AND e.typnamespace = t.typnamespace),
-       o.names, a.attnum, a.xmin::text, (a.attmissingval::pg_catalog.text::pg_catalog.text[])[1],
+       o.names, a.attnum, a.xmin::text, m.found[1], coalesce(pg_catalog.cardinality(m.found), 0) < 2, a.atttypmod,
        a.attgenerated <> ''
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
+LEFT JOIN missing m ON m.root = a.attrelid::int8 AND m.attname = a.attname
 LEFT JOIN btree o ON o.type = t.oid OR o.type IN (SELECT d.base FROM domains d WHERE d.type = t.oid)
 LEFT JOIN pg_catalog.pg_type e ON e.oid = t.typelem
 LEFT JOIN pg_catalog.pg_collation c ON c.oid = a.attcollation
@@ -110,6 +118,8 @@ class Column:
     :param attnum: its number in the table, which outlives renaming and is never used again.
     :param xmin: the transaction that last changed its entry in the catalog.
     :param missing: text of the value that rows from before the column have, ``None`` for null.
+    :param uniform: whether they have it in all leaves.
+    :param type_modifier: what ``type`` has in parentheses, as a number; -1 without.
     """
 
     name: str
@@ -122,6 +132,8 @@ class Column:
     attnum: int = field(default=0, compare=False)
     xmin: str = field(default="", compare=False)
     missing: str | None = field(default=None, compare=False)
+    uniform: bool = field(default=True, compare=False)
+    type_modifier: int = field(default=-1, compare=False)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Column:
@@ -285,11 +297,14 @@ class _Catalog:
         by_oid = {relation.oid: relation for relation in relations}
         leaves: dict[int, tuple[_Relation, ...]] = {r.oid: (r,) if r.kind == "r" else () for r in matched}
         for root, leaf in rows(connection, _LEAVES, [[r.oid for r in matched if r.kind == "p"]]):
-            leaves[root] += (by_oid[leaf],)
+            if leaf in by_oid:  # the tree is not that of the snapshot: a new leaf is seen by the next look
+                leaves[root] += (by_oid[leaf],)
         oids = list(leaves) + [leaf.oid for group in leaves.values() for leaf in group]
         columns: dict[int, tuple[tuple[Column, bool], ...]] = defaultdict(tuple)
         names = [field.name for field in dataclasses.fields(Column)]
-        for oid, *values, generated in rows(connection, _COLUMNS, [list(leaves)]):
+        stored = [(root, leaf.oid) for root, group in leaves.items() for leaf in group]
+        parameters = [[root for root, _ in stored], [leaf for _, leaf in stored], list(leaves)]
+        for oid, *values, generated in rows(connection, _COLUMNS, parameters):
             columns[oid] += ((Column.from_dict(dict(zip(names, values, strict=True))), generated),)
         primary: dict[int, tuple[str, ...]] = {}
         identity_index: dict[int, tuple[str, ...]] = {}
@@ -344,14 +359,15 @@ def find(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> Fo
 
     :raises ConfigError: when a rule's pattern is none.
     """
-    relations = [_Relation(*values) for values in rows(connection, _RELATIONS)]
     patterns = [_Pattern.parse(rule.pattern) for rule in rules]
-    matches = [[r for r in relations if p.matches(r) and (p.is_plain or r.is_candidate)] for p in patterns]
-    owner: dict[int, int] = {}  # which rule a relation belongs to: the first plain one, else the first
-    for index in sorted(range(len(rules)), key=lambda i: not patterns[i].is_plain):
-        for relation in matches[index]:
-            owner.setdefault(relation.oid, index)
-    catalog = _Catalog.load(connection, relations, [r for r in relations if r.oid in owner])
+    with _one_snapshot(connection):
+        relations = [_Relation(*values) for values in rows(connection, _RELATIONS)]
+        matches = [[r for r in relations if p.matches(r) and (p.is_plain or r.is_candidate)] for p in patterns]
+        owner: dict[int, int] = {}  # which rule a relation belongs to: the first plain one, else the first
+        for index in sorted(range(len(rules)), key=lambda i: not patterns[i].is_plain):
+            for relation in matches[index]:
+                owner.setdefault(relation.oid, index)
+        catalog = _Catalog.load(connection, relations, [r for r in relations if r.oid in owner])
 
     fatal: list[CdcError] = [
         _unknown(rule, pattern, relations)
@@ -372,6 +388,16 @@ def find(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> Fo
         if matched and all(relation.label in errors for relation in matched):
             fatal.append(errors[matched[0].label])
     return Found({relation.oid: relation.label for relation in relations}, tables, errors, tuple(fatal))
+
+
+@contextmanager
+def _one_snapshot(connection: Connection) -> Iterator[None]:
+    """Columns and files are those of one moment: a rewrite between them would not be told from none."""
+    rows(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        yield
+    finally:
+        rows(connection, "COMMIT")
 
 
 def _unknown(rule: TableRule, pattern: _Pattern, relations: Sequence[_Relation]) -> UnknownTable:

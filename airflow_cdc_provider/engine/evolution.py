@@ -154,6 +154,8 @@ def decide(before: Table, after: Table | CdcError, relation: Relation | None = N
         return Adopt("a column has taken another one's name")
     if change.added and (change.dropped or after.attnums - before.attnums != len(change.added)):
         return Adopt("columns have been dropped and added")
+    if not all(column.uniform for column in change.added):
+        return Adopt("the rows of its partitions have different values in an added column")
     return Follow(after)
 
 
@@ -162,8 +164,8 @@ def fits(table: Table, relation: Relation) -> bool:
 
     Partitions may have their columns in another order than their root, and names of their own.
     """
-    defined = [(column.name, column.type_oid) for column in table.columns]
-    described = [(column.name, column.type_oid) for column in relation.columns]
+    defined = [(column.name, column.type_oid, column.type_modifier) for column in table.columns]
+    described = [(column.name, column.type_oid, column.type_modifier) for column in relation.columns]
     if table.kind == "p":
         defined.sort()
         described.sort()

@@ -34,8 +34,16 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 _LOCK_TIMEOUT = "60s"
 # What a read must find is asked under its locks, so that the definition is that of its snapshot.
 _DEFINITION = """
-SELECT (SELECT pg_catalog.json_agg(pg_catalog.json_build_array(a.attnum, a.attname, a.atttypid::int8) ORDER BY a.attnum)
+SELECT (SELECT pg_catalog.json_agg(
+            pg_catalog.json_build_array(
+                a.attnum, a.attname, a.atttypid::int8, a.atttypmod,
+                CASE WHEN a.attcollation <> t.typcollation
+                     THEN pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.collname) END
+            ) ORDER BY a.attnum)
         FROM pg_catalog.pg_attribute a
+        JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
+        LEFT JOIN pg_catalog.pg_collation c ON c.oid = a.attcollation
+        LEFT JOIN pg_catalog.pg_namespace n ON n.oid = c.collnamespace
         WHERE a.attrelid = {oid} AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = '' AND {captured})::text,
        (SELECT pg_catalog.json_agg(c.oid::int8 ORDER BY c.oid) FROM pg_catalog.pg_class c
         JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE (n.nspname, c.relname) IN ({leaves}))::text
@@ -55,7 +63,8 @@ class Read:
     :param timeline: the timeline on which the pipeline's slot lives.
     :param label: the table.
     :param definition: the SELECT of the table's definition, two JSON texts.
-    :param defined: what it must return, parsed: number, name and type of each captured column; the leaves' oids.
+    :param defined: what it must return, parsed: number, name, type, modifier and collation of each captured
+        column; the leaves' oids.
     """
 
     dsn: str = field(repr=False)
@@ -64,7 +73,7 @@ class Read:
     timeline: int
     label: str
     definition: str
-    defined: tuple[list[list[int | str]], list[int]]
+    defined: tuple[list[list[int | str | None]], list[int]]
 
 
 def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composable, timeline: int) -> Read:
@@ -86,7 +95,7 @@ def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composa
         table.label,
         definition.as_string(connection),
         (
-            [[column.attnum, column.name, column.type_oid] for column in table.columns],
+            [[c.attnum, c.name, c.type_oid, c.type_modifier, c.collation] for c in table.columns],
             sorted(leaf.oid for leaf in table.leaves),
         ),
     )
