@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,13 +163,17 @@ def test_the_slot_moves_only_when_told(databases: Databases) -> None:
 
 
 def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: ServerMaker) -> None:
-    """Back-pressure reaches the server, and status goes out all the same: the connection outlives the timeout."""
-    server: PostgresServer = make_server(settings={"wal_sender_timeout": "2s"})
+    """Back-pressure reaches the server, and status goes out all the same: the connection outlives the timeouts."""
+    server: PostgresServer = make_server(settings={"wal_sender_timeout": "2s", "tcp_user_timeout": "2s"})
     with (
         slot_reader(server.dsn(), block_bytes=1 << 16, buffer_bytes=1 << 20) as (reader, start),
         connected(server.dsn()) as source,
     ):
         with source.cursor() as cursor:
+            cursor.execute("SHOW tcp_user_timeout")
+            assert cursor.fetchone() == ("0",)
+            with socket.socket(fileno=os.dup(source.fileno())) as ours:
+                assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
             cursor.execute("INSERT INTO public.t SELECT i, repeat('x', 1000) FROM generate_series(1, 30000) i")
         marker = emit_marker(source, "test")
         after, total, largest = Position(start), 0, 0

@@ -44,7 +44,8 @@ SESSION = {
     "tcp_keepalives_idle": "15",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
-    "tcp_user_timeout": "30000",
+    # It would also end who waits for us: data that a full buffer does not take is unacknowledged for as long as that.
+    "tcp_user_timeout": "0",
 }
 
 NO_TRANSACTION_TIMEOUT = (
@@ -54,14 +55,14 @@ NO_TRANSACTION_TIMEOUT = (
 
 CONNECT_TIMEOUT = 10
 
-# Dead within 30 seconds: a peer that acknowledges neither what we send nor, when all is quiet, the kernel's probes.
+# Dead within 30 seconds when all is quiet: a peer that does not acknowledge the kernel's probes. Unanswered data is for
+# the watch: a timeout of TCP's own (tcp_user_timeout) takes a peer that only does not read for one that is gone.
 _TRANSPORT = {
     "connect_timeout": str(CONNECT_TIMEOUT),
     "keepalives": "1",
     "keepalives_idle": "15",
     "keepalives_interval": "5",
     "keepalives_count": "3",
-    "tcp_user_timeout": "30000",
 }
 
 
