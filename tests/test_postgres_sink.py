@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import psycopg
+import psycopg2.extensions
 import pyarrow as pa
 import pytest
 
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
@@ -209,6 +215,68 @@ def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
         assert sink.take_epoch("next") == epoch + 1
         with pytest.raises(psycopg.OperationalError):
             paused.execute("SELECT 1")
+
+
+def test_only_the_part_s_own_sessions_are_ended(databases: Databases) -> None:
+    """Whatever name the DSN carries; the server cuts long names, and has other databases."""
+    for pipeline in ("p", "p" * 40):
+        dsn = f"{databases.target}?application_name=somebody"
+        parts = [PostgresSink(dsn, pipeline, "mirror", part) for part in ("snapshot-1", "snapshot-2", "stream", "")]
+        other = PostgresSink(databases.source, pipeline, "mirror", "stream")
+        with ExitStack() as stack:
+            sessions = [stack.enter_context(closing(connect_as(sink))) for sink in (*parts, other)]
+            parts[0].end_sessions()
+            assert [alive(session) for session in sessions] == [False, True, True, True, True]
+            PostgresSink(dsn, "q", "mirror").end_sessions()
+            assert [alive(session) for session in sessions] == [False, True, True, True, True]
+            parts[-1].end_sessions()
+            assert [alive(session) for session in sessions] == [False, False, False, False, True]
+
+
+def connect_as(sink: PostgresSink) -> psycopg2.extensions.connection:
+    """A session as the sink's transactions use it, left open."""
+    with sink._transaction() as connection:
+        name = connection.info.parameter_status("application_name")
+    return psycopg2.connect(sink.dsn.partition("?")[0], application_name=name)
+
+
+def alive(session: psycopg2.extensions.connection) -> bool:
+    try:
+        session.cursor().execute("SELECT 1")
+    except psycopg2.Error:
+        return False
+    return True
+
+
+def test_sessions_that_are_ended_can_commit_no_more(make_server: ServerMaker) -> None:
+    """A backend that is told to end in the midst of its commit still commits; what is read afterwards has it, or never."""
+    server = make_server(settings={"fsync": "on", "commit_delay": "100000", "commit_siblings": "0"})
+    sink, _ = prepared(server.dsn())
+
+    def end_and_read() -> int:
+        sink.end_sessions()
+        return sink.record().applied  # type: ignore[union-attr]
+
+    with (
+        psycopg.connect(server.dsn(), autocommit=True) as watch,
+        closing(connect_as(sink)) as zombie,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        pid = zombie.info.backend_pid
+        zombie.cursor().execute("UPDATE airflow_cdc.pipelines SET applied_lsn = '0/AAAA'")
+        commit = pool.submit(zombie.commit)
+        committing = "SELECT FROM pg_stat_activity WHERE pid = %s AND state = 'active' AND query = 'COMMIT'"
+        assert await_condition(lambda: commit.done() or watch.execute(committing, [pid]).fetchone() is not None, 30)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            read = pool.submit(end_and_read)
+            waiting = "SELECT FROM pg_stat_activity WHERE wait_event = 'BackendTermination'"
+            assert await_condition(lambda: read.done() or watch.execute(waiting).fetchone() is not None, 30)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        seen = read.result()
+        assert isinstance(commit.exception(), psycopg2.Error | None)
+        assert sink.record().applied == seen  # type: ignore[union-attr]
 
 
 def test_staging_that_a_crash_emptied_is_noticed(make_server: ServerMaker) -> None:

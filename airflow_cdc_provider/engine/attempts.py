@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import Blocked, CdcError, ConnectionFailed, Retry, SlotBudgetExceeded
+from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Retry, SlotBudgetExceeded
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.restart import Attempt
 from airflow_cdc_provider.engine.run import Run, rejoin
@@ -51,7 +51,7 @@ def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | N
     error: CdcError | None = None
     while error is None or not run.stopping:
         try:
-            return attempt(record if error is None else rejoin(run, isinstance(error, Blocked)))
+            return attempt(record if error is None else rejoin(run))
         except CdcError as e:
             error = e
         except DRIVER_ERRORS as e:

@@ -81,6 +81,13 @@ def session_dsn(dsn: str, application: str, settings: Mapping[str, str] | None =
     return urlunsplit(parts._replace(query=urlencode(query, quote_via=quote)))
 
 
+def named(dsn: str, application: str) -> str:
+    """``dsn`` with an application name in place of its own, if it has one: for sessions that must be found again."""
+    parts = urlsplit(dsn)
+    query = dict(parse_qsl(parts.query.replace("+", "%2B"))) | {"application_name": application}
+    return urlunsplit(parts._replace(query=urlencode(query, quote_via=quote)))
+
+
 def describe(dsn: str) -> str:
     """The server and database of a DSN, without user or password, for messages."""
     parts = urlsplit(dsn)

@@ -35,9 +35,12 @@ _STOP = "stop.json"
 _ERROR = "error.json"
 
 
-def sink_of(pipeline: Pipeline) -> Sink:
-    """The sink that a pipeline file names."""
-    return PostgresSink(pipeline.sink.dsn, pipeline.name, pipeline.sink.mode)
+def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
+    """The sink that a pipeline file names.
+
+    :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
+    """
+    return PostgresSink(pipeline.sink.dsn, pipeline.name, pipeline.sink.mode, part)
 
 
 def budget_of(pipeline: Pipeline) -> Budget:
@@ -141,7 +144,7 @@ class Run:
         self.state = state
         self.part = part
         self.epoch = epoch
-        self.sink = sink_of(pipeline)
+        self.sink = sink_of(pipeline, part)
         self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot)
         self.progress: dict[str, Any] = {}
         self._stop = threading.Event()
@@ -246,7 +249,7 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     else:
         refuse_second_writer(state, epoch, part, takeover)
     require_epoch(record, epoch)
-    sink = sink_of(pipeline)
+    sink = sink_of(pipeline, part)
     with connected(pipeline.source.dsn) as source:
         passage = gate(source, pipeline.source, record)
     if part != RESNAPSHOT:
@@ -270,19 +273,19 @@ def _note_slot(run: Run) -> None:
             note_passage(run.sink, record, gate(source, run.pipeline.source, record))
 
 
-def rejoin(run: Run, blocked: bool) -> Record:
+def rejoin(run: Run) -> Record:
     """Go on with a run whose connections broke: fence and gate as at a start, under the epoch that it has.
 
-    What the broken connections have left on the servers is ended, as nobody knows when these notice.
+    What the broken connections have left on the servers is ended, as nobody knows when these notice. Their commits count,
+    or do not, before the record is read.
 
-    :param blocked: whether something in the sink was waited for in vain, which may be our own.
     :returns: the commit record.
+    :raises Blocked: when they cannot be ended.
     :raises Fenced: when another run has taken the epoch meanwhile.
     :raises GateClosed: when the source cannot continue the sink's record.
     """
     pipeline, streaming = run.pipeline, run.part == STREAM
-    # Beside a stream nothing else writes; beside a snapshot's group, others may.
-    if (streaming or blocked) and existing_record(pipeline).epoch == run.epoch:
+    if existing_record(pipeline).epoch == run.epoch:
         run.sink.end_sessions()
     record = _enter(pipeline, run.state, run.part, run.epoch, takeover=True)
     if streaming:

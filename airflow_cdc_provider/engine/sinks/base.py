@@ -269,7 +269,12 @@ class Sink(Protocol):
         """The targets whose table no longer exists."""
 
     def end_sessions(self) -> None:
-        """End the pipeline's open sessions: a lost host or a paused process would hold its locks for hours."""
+        """End open sessions, and wait until none can commit any more: those of the part, or all of the pipeline's.
+
+        A lost host or a paused process would hold its locks for hours.
+
+        :raises Blocked: when they do not end.
+        """
 
     def sweep(self, epoch: int) -> None:
         """Remove everything staged, between units; nothing when the epoch is another's by now."""

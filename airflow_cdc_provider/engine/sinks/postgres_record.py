@@ -9,6 +9,7 @@ commit after the new one.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, row, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, named, row, rows, scalar
 from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
@@ -40,7 +41,10 @@ LOCK_SECONDS = 60.0
 """How long a transaction in the sink waits for a lock."""
 
 COMMIT_SECONDS = 30.0
-"""How long a commit in flight is waited for when the epoch is taken, before its session is ended."""
+"""How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
+
+_NAME_BYTES = 63
+"""What the server keeps of an application name."""
 
 T = TypeVar("T")
 
@@ -71,11 +75,13 @@ class PostgresRecord:
     :param dsn: libpq URI of the target database.
     :param pipeline: name of the pipeline.
     :param mode: ``mirror`` or ``changelog``.
+    :param part: the part of a run whose sessions these are; empty for what is not done by one.
     """
 
     dsn: str = field(repr=False)
     pipeline: str
     mode: Literal["mirror", "changelog"]
+    part: str = ""
 
     def prepare(
         self,
@@ -247,18 +253,39 @@ class PostgresRecord:
 
     def end_sessions(self) -> None:
         """See :meth:`.base.Sink.end_sessions`."""
+        # The names of the parts begin with that of the pipeline, which has no space.
+        theirs = (
+            "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            " AND (application_name = %(name)s OR starts_with(application_name, %(name)s || ' '))"
+        )
+        values = {"name": self._application, "wait": int(COMMIT_SECONDS * 1000)}
         with connected(self.dsn) as connection:
-            query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s"
-            rows(connection, query, [self._application])
+            # All are told before the first is waited for: one in the midst of its commit still commits.
+            rows(connection, f"SELECT pg_terminate_backend(pid) {theirs}", values)
+            rows(connection, f"SELECT pg_terminate_backend(pid, %(wait)s) {theirs}", values)
+            left = rows(connection, f"SELECT pid {theirs}", values)
+        if left:
+            pids = ", ".join(str(pid) for (pid,) in left)
+            raise Blocked(
+                f"sessions {pids} of this pipeline in {describe(self.dsn)} have not ended within {COMMIT_SECONDS:g}"
+                " seconds of being told to, and may still commit",
+                "Look what they wait for (wait_event in pg_stat_activity), then start again.",
+            )
 
     @property
     def _application(self) -> str:
-        return f"airflow-cdc sink {self.pipeline}"
+        """The sessions' name, of the part's own even where the server would cut the part's name off."""
+        name = f"airflow-cdc sink {self.pipeline}"
+        if not self.part:
+            return name
+        whole = f"{name} {self.part}"
+        return whole if len(whole) <= _NAME_BYTES else f"{name} {zlib.crc32(self.part.encode()) & 0xFFFFF:05x}"
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
         settings = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
-        connection = connect(self.dsn, self._application, autocommit=False, settings=settings)
+        name = self._application
+        connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings)
         try:
             with connection:
                 # A policy that hides rows is an error. What of a user's constraints can wait is checked at the end.
