@@ -249,7 +249,7 @@ def alive(session: psycopg2.extensions.connection) -> bool:
 
 
 def test_sessions_that_are_ended_can_commit_no_more(make_server: ServerMaker) -> None:
-    """A backend that is told to end in the midst of its commit still commits; what is read afterwards has it, or never."""
+    """A backend that is told to end in the midst of its commit still commits: it is read, or never comes."""
     server = make_server(settings={"fsync": "on", "commit_delay": "100000", "commit_siblings": "0"})
     sink, _ = prepared(server.dsn())
 

@@ -1,17 +1,24 @@
-"""When a job is begun again, and when a slot has kept too much: decided from numbers alone."""
+"""When a job is begun again, when a slot has kept too much, what a heartbeat bears: decided from numbers alone."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from airflow_cdc_provider.engine import attempts
+from airflow_cdc_provider.engine import run as run_module
 from airflow_cdc_provider.engine.budget import Action, Budget, BudgetWatch
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, SlotBudgetExceeded
-from airflow_cdc_provider.engine.restart import HEALED_SECONDS, Attempt, Restart
+from airflow_cdc_provider.engine.errors import ConfigError, SlotBudgetExceeded, StateUnwritable, StreamFailed
+from airflow_cdc_provider.engine.restart import HEALED_SECONDS, Attempt, Failure, Restart
+from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.slot import SlotState
+from airflow_cdc_provider.engine.state import State, read_heartbeats
 
 FIXED = Restart(attempts=3, delay=5.0)
 RATE = Restart("failure-rate", failures=2, interval=60.0, delay=1.0)
@@ -26,6 +33,7 @@ LATER = HEALED_SECONDS + 6.0
         (FIXED, [0, 6, 12], 3),
         (FIXED, [0, 6, 12, 18], None),
         (FIXED, [0, 6, 12, 12 + LATER], 1),  # it has worked for long in between
+        (FIXED, [0, LATER, 2 * LATER, 3 * LATER], 1),
         (FIXED, [0, LATER, LATER + 6], 2),
         (FIXED, [0, LATER, LATER + 6, LATER + 12, LATER + 18], None),
         (Restart(attempts=2, delay=3600.0), [0, 3700, 7400], None),  # a long delay is no health
@@ -38,7 +46,65 @@ LATER = HEALED_SECONDS + 6.0
 )
 def test_what_follows_a_failure(restart: Restart, failures: list[float], number: int | None) -> None:
     of = restart.failures if restart.strategy == "failure-rate" else restart.attempts
-    assert restart.after(failures) == (None if number is None else Attempt(number, of, restart.delay))
+    assert restart.after([Failure(at, True) for at in failures]) == (
+        None if number is None else Attempt(number, of, restart.delay)
+    )
+
+
+@pytest.mark.parametrize(
+    ("progressed", "number"),
+    [("----", None), ("---c", 1), ("--c-", 2), ("-c--", 3), ("c---", None), ("cccc", 1)],
+)
+def test_a_job_that_commits_nothing_gives_up_however_long_it_takes_to_fail(progressed: str, number: int | None) -> None:
+    failures = [Failure(i * LATER, mark == "c") for i, mark in enumerate(progressed)]
+    assert FIXED.after(failures) == (None if number is None else Attempt(number, 3, 5.0))
+
+
+def test_what_a_job_says_of_itself_tells_whether_it_has_committed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[list[bool]] = []
+
+    class Watched(Restart):
+        def after(self, failures: Sequence[Failure]) -> Attempt | None:
+            seen.append([failure.progressed for failure in failures])
+            return super().after(failures)
+
+    reports: list[dict[str, Any]] = [{}, {"finished": 0}, {}, {"finished": 0}, {"finished": 1}, {"finished": 1}]
+    pipeline = replace(parse({}), stream=replace(parse({}).stream, restart=Watched(attempts=5, delay=0.0)))
+    run = Run(pipeline, State(str(tmp_path)), "stream", 1)
+    monkeypatch.setattr(attempts, "_look_at_slot", lambda run: None)
+    monkeypatch.setattr(attempts, "rejoin", lambda run: None)
+
+    def attempt(record: object) -> None:
+        run.progress = {**run.progress, **reports.pop(0)}
+        raise StreamFailed("broken", "")
+
+    with pytest.raises(StreamFailed):
+        attempts.keep_trying(run, None, attempt)  # type: ignore[arg-type]
+    assert seen[-1] == [False, False, False, False, True, False]
+
+
+def test_a_heartbeat_may_fail_while_others_still_take_the_job_for_alive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = Run(parse({}), State(str(tmp_path)), "stream", 1)
+    run.beat()
+    (tmp_path / "jobs").rename(tmp_path / "away")
+    (tmp_path / "jobs").touch()
+    with pytest.raises(StateUnwritable):
+        run.beat()  # the first one is not borne
+    run.try_beat()
+    run.check()
+    (tmp_path / "jobs").unlink()
+    run.try_beat()
+    assert len(read_heartbeats(run.state)) == 1
+    (tmp_path / "jobs").rename(tmp_path / "too")
+    (tmp_path / "jobs").touch()
+    monkeypatch.setattr(run_module, "STALE_SECONDS", 0.0)
+    run.keep_beating()  # ends by itself
+    with pytest.raises(StateUnwritable, match="the heartbeat could not be written"):
+        run.check()
 
 
 def parse(stream: dict[str, Any]) -> Pipeline:

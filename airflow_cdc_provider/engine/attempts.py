@@ -17,7 +17,7 @@ from typing import TypeVar
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Retry, SlotBudgetExceeded
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.restart import Attempt
+from airflow_cdc_provider.engine.restart import Attempt, Failure
 from airflow_cdc_provider.engine.run import Run, rejoin
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import drop_slot, read_slot, reader_name
@@ -47,7 +47,8 @@ def keep_trying(run: Run, record: Record, attempt: Callable[[Record], T]) -> T |
 
 
 def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | None:
-    failures: list[float] = []
+    failures: list[Failure] = []
+    committed: str | int | None = None
     error: CdcError | None = None
     while error is None or not run.stopping:
         try:
@@ -60,12 +61,18 @@ def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | N
             raise error
         if run.stopping:
             break
-        failures.append(time.monotonic())
+        before, committed = committed, _committed(run)
+        failures.append(Failure(time.monotonic(), before is not None and committed != before))
         following = run.pipeline.stream.restart.after(failures)
         if following is None:
             raise error
         _await(run, following, error)
     return None
+
+
+def _committed(run: Run) -> str | int | None:
+    """What the part says that it has committed: a stream's position, a snapshot's chunks; nothing before it says so."""
+    return run.progress.get("applied_lsn", run.progress.get("finished"))
 
 
 def _await(run: Run, following: Attempt, error: CdcError) -> None:
@@ -88,7 +95,7 @@ def _await(run: Run, following: Attempt, error: CdcError) -> None:
             "error": error.as_dict(),
         },
     }
-    run.beat()
+    run.try_beat()
     deadline = time.monotonic() + following.delay
     while (left := deadline - time.monotonic()) > 0 and not run.stopping:
         run.check()

@@ -10,6 +10,7 @@ the call is left alone in its thread and its caller is told (:class:`Calls`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -107,17 +108,20 @@ def _question(watched: _Watched, host: str, port: int) -> None:
     watched.busy_since, watched.questioned = None, False
 
 
-def find_trouble(dsn: str, pid: int, host: str | None = None, port: int | None = None) -> str | None:
+def find_trouble(dsn: str, pid: int | None, host: str | None = None, port: int | None = None) -> str | None:
     """Ask a server whether it works, and whether a session of it exists.
 
-    :param pid: the session's backend.
+    :param pid: the session's backend; ``None`` to ask no more than whether the server answers.
     :param host: which server to ask if ``dsn`` names several.
     :returns: what is wrong; ``None`` when nothing is, or when the server says that it cannot tell.
     """
     parameters = psycopg2.extensions.parse_dsn(dsn)
     hosts, ports = (host or parameters.get("host", "localhost")), str(port or parameters.get("port", 5432))
-    if not any(_answers(each, int(ports.split(",")[0])) for each in hosts.split(",")):
+    addresses = zip(hosts.split(","), itertools.cycle(ports.split(",")), strict=False)
+    if not any(_answers(each, int(number)) for each, number in addresses):
         return "the server does not answer"
+    if pid is None:
+        return None
     parameters |= {"host": hosts, "port": ports, "connect_timeout": str(ANSWER_SECONDS)}
     target = psycopg2.extensions.make_dsn(**parameters)
     try:
@@ -180,22 +184,21 @@ class Calls:
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
         """Make a call and return its result.
 
-        :raises StreamFailed: when the server is dead while ``pid``, the session's backend, owes an answer.
+        :raises StreamFailed: when the server is dead, or does not know ``pid``, the session's backend, while it owes
+            an answer.
         """
         future: Future[T] = Future()
         self._work.put((future, function, arguments))
-        while True:
-            try:
-                return future.result(SILENCE_SECONDS)
-            except TimeoutError:
-                trouble = None if self.pid is None or future.done() else find_trouble(self._dsn, self.pid)
-            if trouble is not None:
+        while not wait([future], SILENCE_SECONDS).done:
+            trouble = find_trouble(self._dsn, self.pid)
+            if trouble is not None and not future.done():
                 self.lost = True
                 raise StreamFailed(
                     f"a session of {_describe(self._dsn)} has given no answer for {SILENCE_SECONDS:g} seconds, and"
                     f" {trouble}",
                     "Start again: what has been committed stays, the rest is done anew.",
                 )
+        return future.result()
 
     def _make(self) -> None:
         while (item := self._work.get()) is not None:

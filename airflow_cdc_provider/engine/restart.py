@@ -1,4 +1,4 @@
-"""When a job that broke is begun again: Flink's restart strategies, decided from the times of the failures so far."""
+"""When a job that broke is begun again: Flink's restart strategies, decided from the failures so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ from typing import Literal, TypeAlias
 Strategy: TypeAlias = Literal["fixed-delay", "failure-rate", "none"]
 
 HEALED_SECONDS = 600.0
-"""``fixed-delay`` counts anew after so long without a failure: else a stream of months would use up its attempts."""
+"""``fixed-delay`` counts anew after so long without a failure, if something was committed meanwhile.
+
+Else a stream of months would use up its attempts; and one that always fails after so long would never give up.
+"""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure of a job.
+
+    :param at: when, in seconds on any clock.
+    :param progressed: whether anything has been committed since the failure before.
+    """
+
+    at: float
+    progressed: bool
 
 
 @dataclass(frozen=True)
@@ -42,16 +57,16 @@ class Restart:
     interval: float = 300.0
     delay: float = 5.0
 
-    def after(self, failures: Sequence[float]) -> Attempt | None:
+    def after(self, failures: Sequence[Failure]) -> Attempt | None:
         """Decide what follows the last of some failures.
 
-        :param failures: when each happened, in seconds on any clock, in order; at least one.
+        :param failures: in order; at least one.
         :returns: the next attempt; ``None`` when there is to be none.
         """
         if self.strategy == "none":
             return None
         if self.strategy == "failure-rate":
-            counted = sum(failures[-1] - failure < self.interval for failure in failures)
+            counted = sum(failures[-1].at - failure.at < self.interval for failure in failures)
             borne = self.failures
         else:
             counted = _in_a_row(failures, HEALED_SECONDS + self.delay)
@@ -59,11 +74,11 @@ class Restart:
         return Attempt(counted, borne, self.delay) if counted <= borne else None
 
 
-def _in_a_row(failures: Sequence[float], pause: float) -> int:
-    """How many of the last failures followed each other within ``pause`` seconds."""
+def _in_a_row(failures: Sequence[Failure], pause: float) -> int:
+    """How many of the last failures followed each other within ``pause`` seconds, or without anything in between."""
     count = 1
     for before, after in zip(reversed(failures[:-1]), reversed(failures), strict=False):
-        if after - before > pause:
+        if after.progressed and after.at - before.at > pause:
             break
         count += 1
     return count

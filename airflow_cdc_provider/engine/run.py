@@ -8,6 +8,7 @@ the epoch in any case.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -25,10 +26,11 @@ from airflow_cdc_provider.engine.gate import Passage, gate, require_primary
 from airflow_cdc_provider.engine.sinks.base import Record, Sink
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
 from airflow_cdc_provider.engine.slot import end_walsender, read_slot, reader_name, wait_until
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
 
 STREAM, RESNAPSHOT = "stream", "resnapshot"
 """Names of parts of a run."""
+_log = logging.getLogger(__name__)
 _BEAT_SECONDS = 2.0
 _RELEASE_SECONDS = 5.0
 _STOP = "stop.json"
@@ -149,6 +151,7 @@ class Run:
         self.progress: dict[str, Any] = {}
         self._stop = threading.Event()
         self._ended = threading.Event()
+        self._beaten = 0.0
         self._beat_lost: CdcError | None = None
 
     @property
@@ -176,25 +179,31 @@ class Run:
         request = self.state.read(_STOP)
         if request is not None and asdict(Owner.this()) in request["owners"]:
             self._stop.set()
+        self._beaten = time.monotonic()
 
     def check(self) -> None:
         """Raise what the heartbeat's thread ran into."""
         if self._beat_lost is not None:
             raise self._beat_lost
 
+    def try_beat(self) -> None:
+        """Beat if the state lets us. While others still take the part for alive, a failure is nothing to end it for."""
+        try:
+            self.beat()
+        except Exception as e:  # whatever a file system of fsspec raises
+            if time.monotonic() - self._beaten < STALE_SECONDS:
+                _log.warning("%s: no heartbeat: %s", self.part, e)
+                return
+            # Raised by check(), in the thread that works.
+            self._beat_lost = StateUnwritable(
+                f"the heartbeat could not be written to {self.state.url} for {STALE_SECONDS:g} seconds: {e}",
+                "Check the state location.",
+            )
+
     def keep_beating(self) -> None:
         """Beat until the part ends; runs in a thread."""
-        while not self._ended.wait(_BEAT_SECONDS):
-            try:
-                self.beat()
-            except CdcError as e:  # raised again by check(), in the thread that works
-                self._beat_lost = e
-                return
-            except Exception as e:  # whatever a file system of fsspec raises
-                self._beat_lost = StateUnwritable(
-                    f"the heartbeat cannot be written to {self.state.url}: {e}", "Check the state location."
-                )
-                return
+        while self._beat_lost is None and not self._ended.wait(_BEAT_SECONDS):
+            self.try_beat()
 
     def end(self) -> None:
         """Stop beating."""

@@ -1,0 +1,61 @@
+"""Calls that nobody can interrupt: when they are given up, and when not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from airflow_cdc_provider.engine import liveness
+from airflow_cdc_provider.engine.errors import StreamFailed
+from airflow_cdc_provider.engine.liveness import Calls, find_trouble
+from tests.conftest import Databases
+
+
+@pytest.fixture
+def mute() -> Iterator[int]:
+    """The port of a server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 1)
+
+
+def test_a_call_to_a_dead_server_is_given_up_before_its_session_is_known(mute: int) -> None:
+    calls, over = Calls(f"postgresql://127.0.0.1:{mute}/d"), threading.Event()
+    with pytest.raises(StreamFailed, match="the server does not answer"):
+        calls(over.wait)
+    assert calls.lost
+    over.set()
+    calls.end()
+
+
+@pytest.mark.parametrize("error", [TimeoutError("its own"), ValueError("its own")])
+def test_what_a_call_raises_is_raised(databases: Databases, error: Exception) -> None:
+    calls = Calls(databases.source)
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error), match="its own"):
+        calls(fail)
+    calls.end()
+
+
+def test_a_long_call_to_a_server_that_answers_goes_on(databases: Databases) -> None:
+    calls, over = Calls(databases.source), threading.Event()
+    threading.Timer(1.0, over.set).start()
+    assert calls(over.wait)
+    calls.end()
+
+
+def test_every_host_of_a_dsn_has_its_port(databases: Databases, mute: int) -> None:
+    address = databases.source.rpartition("@")[2]
+    assert find_trouble(f"postgresql://127.0.0.1:{mute},{address}", None) is None
+    assert find_trouble(f"postgresql://127.0.0.1:{mute},127.0.0.1:{mute}/d", None) == "the server does not answer"
