@@ -10,6 +10,7 @@ import io
 import itertools
 import random
 import string
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -27,6 +28,8 @@ from airflow_cdc_provider.engine.catalog import Column, Table, resolve
 from airflow_cdc_provider.engine.chunks import Chunk, chunk_of, plan, range_condition, read_query, text_of
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connect, connected, rows, scalar
+from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
+from airflow_cdc_provider.engine.snapshot import choose_chunks
 
 NO_CONNECTION = cast(Connection, None)
 
@@ -507,3 +510,22 @@ def check_texts(connection: Connection) -> None:
         for column, text, output_text in zip(table.columns, got, wanted, strict=True):
             assert text == output_text, column
     rows(connection, "DROP SCHEMA texts CASCADE")
+
+
+def test_a_chunk_stays_in_its_group_whatever_becomes_of_others() -> None:
+    def record(sizes: dict[str, int]) -> Record:
+        planned = [
+            ChunkRecord(Chunk(table, i, None, None), None, 0) for table, size in sizes.items() for i in range(size)
+        ]
+        return Record(1, 0, 0.0, {}, (), tuple(planned))
+
+    def groups(record: Record) -> dict[tuple[str, int], int]:
+        return {(c.table, c.index): group for group in range(3) for c in choose_chunks(record, group, 3)}
+
+    before = groups(record({"a.a": 10, "a.b": 5, "a.c": 30}))
+    assert len(before) == 45
+    sizes = Counter(before.values())
+    assert max(sizes.values()) - min(sizes.values()) <= 3
+    adopted = groups(record({"a.a": 1, "a.b": 5, "a.c": 30}))
+    assert adopted == {key: group for key, group in before.items() if key in adopted}
+    assert len(adopted) == 36

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine import wal
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.errors import ConnectionFailed
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
-from airflow_cdc_provider.engine.wal import WalReader
+from airflow_cdc_provider.engine.wal import WalReader, open_replication
 from tests.conftest import Databases, ServerMaker
 
 UNLIMITED = 1 << 62
@@ -193,6 +195,16 @@ def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: Server
             after = end
     assert total == 30000
     assert largest <= 1 << 20
+
+
+def test_each_host_of_a_dsn_is_given_its_time(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wal, "CONNECT_TIMEOUT", 1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        silent = f"127.0.0.1:{mute.getsockname()[1]}"
+        user, _, address = databases.source.partition("@")
+        open_replication(f"{user}@{silent},{address}", "test").finish()
+        with pytest.raises(ConnectionFailed, match=f"to {silent},{silent}/d: no answer for 1 sec.*; no answer for 1"):
+            open_replication(f"{user}@{silent},{silent}/d", "test")
 
 
 def test_a_stream_that_the_server_ends_says_so(databases: Databases) -> None:

@@ -123,7 +123,7 @@ def snapshot(
     """Copy chunks until all of the group are finished.
 
     :param epoch: of the run that this is a part of; ``None`` for a run of its own.
-    :param group: ``(i, n)``: work on chunks whose ordinal modulo n is i.
+    :param group: ``(i, n)``: work on the chunks of the i-th of n groups, from 0.
     """
     from airflow_cdc_provider.engine.session import spark_session
     from airflow_cdc_provider.engine.snapshot import SnapshotProgress, choose_chunks, copy_chunks

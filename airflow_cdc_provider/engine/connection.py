@@ -89,9 +89,12 @@ def named(dsn: str, application: str) -> str:
 
 
 def describe(dsn: str) -> str:
-    """The server and database of a DSN, without user or password, for messages."""
+    """The servers and database of a DSN, without user or password, for messages."""
     parts = urlsplit(dsn)
-    return f"{parts.hostname or 'localhost'}:{parts.port or 5432}/{unquote(parts.path.lstrip('/'))}"
+    database, hosts = unquote(parts.path.lstrip("/")), parts.netloc.rpartition("@")[2]
+    if "," in hosts:  # not a URL any more to urllib
+        return f"{hosts}/{database}"
+    return f"{parts.hostname or 'localhost'}:{parts.port or 5432}/{database}"
 
 
 def connect(

@@ -181,6 +181,10 @@ class Run:
             self._stop.set()
         self._beaten = time.monotonic()
 
+    def note(self, record: Record, passage: Passage) -> bool:
+        """Record how the source has moved on, see :func:`note_passage`, under the epoch that this run has."""
+        return note_passage(self.sink, replace(record, epoch=self.epoch), passage)
+
     def check(self) -> None:
         """Raise what the heartbeat's thread ran into."""
         if self._beat_lost is not None:
@@ -279,14 +283,14 @@ def _note_slot(run: Run) -> None:
             return state is None or not state.active
 
         if record.epoch == run.epoch and wait_until(free, _RELEASE_SECONDS):
-            note_passage(run.sink, record, gate(source, run.pipeline.source, record))
+            run.note(record, gate(source, run.pipeline.source, record))
 
 
 def rejoin(run: Run) -> Record:
     """Go on with a run whose connections broke: fence and gate as at a start, under the epoch that it has.
 
-    What the broken connections have left on the servers is ended, as nobody knows when these notice. Their commits count,
-    or do not, before the record is read.
+    What the broken connections have left on the servers is ended, as nobody knows when these notice, and has
+    committed, or never will, before the record is read.
 
     :returns: the commit record.
     :raises Blocked: when they cannot be ended.

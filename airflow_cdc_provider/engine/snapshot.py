@@ -8,6 +8,7 @@ record knows which chunks are finished.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -57,9 +58,12 @@ class SnapshotProgress:
 
 
 def choose_chunks(record: Record, group: int, groups: int) -> tuple[Chunk, ...]:
-    """The unfinished chunks of one of several groups; a chunk's group never changes."""
-    ordered = [c for c in record.chunks if c.keys is None]
-    return tuple(c.chunk for i, c in enumerate(ordered) if i % groups == group and c.watermark is None)
+    """The unfinished chunks of one of several groups, which take turns within a table.
+
+    A chunk's group never changes: it does not depend on what other chunks and tables there are, which do.
+    """
+    unfinished = (c.chunk for c in record.chunks if c.keys is None and c.watermark is None)
+    return tuple(c for c in unfinished if (zlib.crc32(c.table.encode()) + c.index) % groups == group)
 
 
 def copy_chunks(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from psycopg import pq
 
-from airflow_cdc_provider.engine.connection import describe, session_dsn
-from airflow_cdc_provider.engine.errors import ConnectionFailed, StreamFailed
+from airflow_cdc_provider.engine.connection import describe
+from airflow_cdc_provider.engine.errors import StreamFailed
 from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.wal import execute, open_replication
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,13 @@ def read_history(dsn: str, timeline: int) -> tuple[Switch, ...]:
     """Ask a server for the ancestors of its timeline.
 
     :raises ConnectionFailed: when no replication connection can be opened.
-    :raises StreamFailed: when the server has no such history.
+    :raises StreamFailed: when the server has no such history, or does not answer.
     """
-    connection = pq.PGconn.connect(f"{session_dsn(dsn, 'airflow-cdc timeline')}&replication=database".encode())
+    connection = open_replication(dsn, "airflow-cdc timeline")
     try:
-        if connection.status != pq.ConnStatus.OK:
+        result = execute(connection, f"TIMELINE_HISTORY {timeline}")
+        if result is None or result.status != pq.ExecStatus.TUPLES_OK:
             message = connection.error_message.decode(errors="replace").strip()
-            raise ConnectionFailed(
-                f"cannot open a replication connection to {describe(dsn)}: {message}",
-                "Check that the server runs, that the role has REPLICATION, and that pg_hba.conf lets it in.",
-            )
-        result = connection.exec_(f"TIMELINE_HISTORY {timeline}".encode())
-        if result.status != pq.ExecStatus.TUPLES_OK:
-            message = result.error_message.decode(errors="replace").strip()
             raise StreamFailed(
                 f"{describe(dsn)} does not tell the history of timeline {timeline}: {message}",
                 "Run `airflow-cdc resnapshot --all` if it has been lost, else look at the server's log.",

@@ -30,7 +30,7 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.reread import adopt, read_again, read_keys_again, take_requests, target_of
-from airflow_cdc_provider.engine.run import Run, existing_record, note_passage
+from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stage import END, Stage, open_filters
@@ -111,8 +111,8 @@ class Units:
         self._catalog = state
 
     def note(self, passage: Passage) -> None:
-        """Keep in the record what was seen of the slot, see :func:`.run.note_passage`."""
-        if note_passage(self._run.sink, self.record, passage):
+        """Keep in the record what was seen of the slot, see :meth:`.Run.note`."""
+        if self._run.note(self.record, passage):
             self.record = existing_record(self._run.pipeline)
 
     def bring(self, pieces: DataFrame, batch: int) -> None:

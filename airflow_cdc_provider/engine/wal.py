@@ -22,8 +22,9 @@ import threading
 import time
 
 import psycopg
+import psycopg2.extensions
 from psycopg import pq
-from psycopg.pq.abc import PGconn
+from psycopg.pq.abc import PGconn, PGresult
 
 from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position
 from airflow_cdc_provider.engine.connection import (
@@ -215,17 +216,21 @@ def open_replication(dsn: str, application: str) -> PGconn:
 
     :raises ConnectionFailed: when the server cannot be reached or refuses it.
     """
-    connection = _connect(dsn, f"{session_dsn(dsn, application)}&replication=database")
-    if connection.status != pq.ConnStatus.OK:
-        message = connection.error_message.decode(errors="replace").strip()
-        raise connection_failure(
-            dsn,
-            "open a replication connection",
-            message,
-            "Check that the server runs, that the role has REPLICATION, that pg_hba.conf lets it in, and that the"
-            " address is the server's own: a connection pooler does not pass replication on.",
-        )
-    return connection
+    reasons = []
+    for address in _addresses(f"{session_dsn(dsn, application)}&replication=database"):
+        connection = pq.PGconn.connect_start(address.encode())
+        reason = _await_connection(connection)
+        if reason is None:
+            return connection
+        connection.finish()
+        reasons.append(reason)
+    raise connection_failure(
+        dsn,
+        "open a replication connection",
+        "; ".join(reasons),
+        "Check that the server runs, that the role has REPLICATION, that pg_hba.conf lets it in, and that the"
+        " address is the server's own: a connection pooler does not pass replication on.",
+    )
 
 
 def _start_replication(dsn: str, slot: str, publication: str, start: int) -> PGconn:
@@ -237,15 +242,28 @@ def _start_replication(dsn: str, slot: str, publication: str, start: int) -> PGc
         f"(proto_version '1', publication_names {names}, messages 'true')"
     )
     connection.nonblocking = 1
-    _execute(connection, NO_TRANSACTION_TIMEOUT)
-    if _execute(connection, command) != pq.ExecStatus.COPY_BOTH:
+    execute(connection, NO_TRANSACTION_TIMEOUT)
+    result = execute(connection, command)
+    if result is None or result.status != pq.ExecStatus.COPY_BOTH:
         raise StreamFailed(*_ended(connection))
     return connection
 
 
-def _connect(dsn: str, parameters: str) -> PGconn:
-    """Connect without blocking: psycopg's own call would stop all threads of the process while it waits."""
-    connection: PGconn = pq.PGconn.connect_start(parameters.encode())
+def _addresses(dsn: str) -> list[str]:
+    """A DSN for each host that ``dsn`` names: libpq gives each its own time only in calls that block."""
+    parameters = psycopg2.extensions.parse_dsn(dsn)
+    lists = {name: parameters[name].split(",") for name in ("host", "hostaddr", "port") if name in parameters}
+    return [
+        psycopg2.extensions.make_dsn(**parameters | {name: values[i % len(values)] for name, values in lists.items()})
+        for i in range(max([1, *map(len, lists.values())]))
+    ]
+
+
+def _await_connection(connection: PGconn) -> str | None:
+    """Connect without blocking: psycopg's own call would stop all threads of the process while it waits.
+
+    :returns: why there is no connection; ``None`` when there is.
+    """
     deadline = time.monotonic() + CONNECT_TIMEOUT
     while connection.status != pq.ConnStatus.BAD:
         state = connection.connect_poll()
@@ -253,23 +271,28 @@ def _connect(dsn: str, parameters: str) -> PGconn:
             break
         reading, writing = ([connection.socket], []) if state == pq.PollingStatus.READING else ([], [connection.socket])
         if not any(select.select(reading, writing, [], max(0.0, deadline - time.monotonic()))):
-            raise connection_failure(
-                dsn,
-                "open a replication connection",
-                f"no answer for {CONNECT_TIMEOUT} seconds",
-                "Check that the server runs and is reachable from here.",
-            )
-    return connection
+            return f"no answer for {CONNECT_TIMEOUT} seconds"
+    if connection.status == pq.ConnStatus.OK:
+        return None
+    return connection.error_message.decode(errors="replace").strip()
 
 
-def _execute(connection: PGconn, command: str) -> int | None:
-    """Execute a command and return the status of its first result; in COPY mode there is no other.
+def execute(connection: PGconn, command: str) -> PGresult | None:
+    """Execute a command and return its first result; in COPY mode there is no other.
 
+    :param connection: see :func:`open_replication`.
     :raises StreamFailed: when no answer comes.
     """
+    try:
+        return _execute(connection, command)
+    except psycopg.Error as e:
+        raise StreamFailed(*_ended(connection)) from e
+
+
+def _execute(connection: PGconn, command: str) -> PGresult | None:
     connection.send_query(command.encode())
     deadline = time.monotonic() + _ANSWER_SECONDS
-    status: int | None = None
+    first: PGresult | None = None
     while True:
         while connection.flush() or connection.is_busy():
             left = deadline - time.monotonic()
@@ -282,10 +305,10 @@ def _execute(connection: PGconn, command: str) -> int | None:
                 connection.consume_input()
         result = connection.get_result()
         if result is None:
-            return status
-        status = result.status if status is None else status
-        if status == pq.ExecStatus.COPY_BOTH:
-            return status
+            return first
+        first = result if first is None else first
+        if result.status == pq.ExecStatus.COPY_BOTH:
+            return first
 
 
 def _sender_timeout(dsn: str) -> float:
