@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine import commands, reread
-from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable
+from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, ForeignTable
 from airflow_cdc_provider.engine.run import last_error
 from airflow_cdc_provider.engine.state import State
 from tests.conftest import Databases
@@ -101,6 +101,47 @@ def test_a_table_that_cannot_join_does_not_stop_the_stream(pipeline: PipelineUnd
     commands.resnapshot(pipeline.pipeline, tables=["public.u"])
     pipeline.apply()
     pipeline.assert_equal("public.u")
+
+
+UNREADABLE = {
+    "TargetConflict": f"{TABLE.format('public.u')}; CREATE UNIQUE INDEX ON public.u ((left(body, 3)))",
+    "ValueRefused": "CREATE DOMAIN public.short AS text CHECK (length(VALUE) < 6);"
+    " CREATE TABLE public.u (id int PRIMARY KEY, body public.short)",
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_request_that_the_target_refuses_is_given_up(pipeline: PipelineUnderTest, kind: str) -> None:
+    pipeline.target(UNREADABLE[kind])
+    pipeline.change(source={"tables": ["public.t", "public.u"]})
+    reread.request(pipeline.pipeline, ["public.u"], None)
+    pipeline.source("UPDATE public.t SET body = 'goes on'")
+    pipeline.apply()
+    pipeline.assert_equal()
+    assert State(pipeline.pipeline.state).names("requests") == []
+    error = last_error(State(pipeline.pipeline.state))
+    assert error is not None
+    assert error["kind"] == kind
+
+
+def test_requests_that_build_on_each_other(pipeline: PipelineUnderTest) -> None:
+    pipeline.change(source={"tables": ["public.t", "public.u"]})
+    reread.request(pipeline.pipeline, ["public.u"], None)
+    reread.request(pipeline.pipeline, ["public.u"], "id > 3")
+    pipeline.source("UPDATE public.t SET body = 'goes on'")
+    pipeline.apply()
+    assert last_error(State(pipeline.pipeline.state)) is None
+    pipeline.assert_equal("public.u")
+
+
+def test_a_table_that_joins_publishes_no_other_again(pipeline: PipelineUnderTest) -> None:
+    publication = pipeline.pipeline.source.publication
+    pipeline.source(f"ALTER PUBLICATION {publication} DROP TABLE public.t", "UPDATE public.t SET body = 'lost'")
+    pipeline.change(source={"tables": ["public.t", "public.u"]})
+    pipeline.provision()
+    pipeline.copy(table="public.u")
+    with pytest.raises(CannotFollow, match=r"public\.t is no longer in publication"):
+        pipeline.apply()
 
 
 def test_a_table_that_the_file_does_not_name(pipeline: PipelineUnderTest) -> None:

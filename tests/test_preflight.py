@@ -237,6 +237,30 @@ def test_publications_of_others(document: dict[str, Any], databases: Databases, 
     assert check(document, **tables)["publication"].ok
 
 
+@pytest.mark.parametrize(
+    ("published", "captured", "same"),
+    [
+        ("id > 0", "ID>0 -- positive", True),
+        ("id > 0", "id > 1", False),
+        ("id > 0", None, False),
+        (None, "id > 0", False),
+        ("id IN (1, 2)", "id = ANY (ARRAY[1, 2])", True),
+        ("id > 0 AND body <> 'x'", "(id > 0) AND (body != 'x'::text)", True),
+        ("id > 0 OR body <> 'x'", "id > 0 AND body <> 'x'", False),
+    ],
+)
+def test_rows_that_a_publication_chooses(
+    document: dict[str, Any], databases: Databases, published: str | None, captured: str | None, same: bool
+) -> None:
+    where = f" WHERE ({published})" if published else ""
+    run(databases.source, "ALTER TABLE shop.orders REPLICA IDENTITY FULL")
+    run(databases.source, f"CREATE PUBLICATION airflow_cdc_shop FOR TABLE ONLY shop.orders{where}")
+    document["source"]["tables"] = [{"table": "shop.orders", **({"where": captured} if captured else {})}]
+    found = check(document)["publication"]
+    assert found.ok == same, found
+    assert same or "other columns or rows of shop.orders" in found.message
+
+
 def test_the_statement_for_a_publication(document: dict[str, Any], databases: Databases) -> None:
     run(
         databases.source,

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,19 @@ import pytest
 from psycopg import pq
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from airflow_cdc_provider.engine import cli, commands, provisioning
+from airflow_cdc_provider.engine import cli, commands, provisioning, reread
 from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.errors import CdcError, ExitCode, ForeignTable, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.errors import (
+    CannotFollow,
+    CdcError,
+    ExitCode,
+    Fenced,
+    ForeignTable,
+    GateClosed,
+    MissingPrivilege,
+    SecondWriter,
+    ServerNotReady,
+)
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.stream import StreamJob
@@ -129,6 +139,7 @@ class Break:
     :param target: statements on the target.
     :param words: what the refusal says.
     :param solution: what its solution says beside the repair.
+    :param kind: what every command is refused with.
     """
 
     words: str
@@ -136,6 +147,7 @@ class Break:
     first: tuple[str, ...] = ()
     target: tuple[str, ...] = ()
     solution: str = "resnapshot"
+    kind: type[CdcError] = GateClosed
 
 
 DROP_SLOT = "SELECT pg_drop_replication_slot('{slot}')"
@@ -159,6 +171,16 @@ BREAKS = {
         "publication .* has been recreated",
         ("CREATE PUBLICATION {publication} FOR TABLE ONLY public.t",),
         ("DROP PUBLICATION {publication}",),
+    ),
+    "publication's operations": Break(
+        "publication .* has been altered",
+        first=("ALTER PUBLICATION {publication} SET (publish = 'insert')",),
+        kind=CdcError,
+    ),
+    "publication's operations for a while": Break(
+        "publication .* has been altered",
+        ("ALTER PUBLICATION {publication} SET (publish = 'insert, update, delete, truncate')",),
+        ("ALTER PUBLICATION {publication} SET (publish = 'insert')",),
     ),
     "publication dropped": Break("publication .* no longer exists", first=("DROP PUBLICATION {publication}",)),
     "record beyond the end of the log": Break(
@@ -190,10 +212,110 @@ def test_a_break_is_refused_and_healed(make_pipeline: Make, mode: Mode, name: st
 
     pipeline.source(*statements(break_.first), *LOST, *statements(break_.source))
     pipeline.target(*statements(break_.target))
-    solution = refused(pipeline, GateClosed, break_.words)
+    solution = refused(pipeline, break_.kind, break_.words)
     assert break_.solution in solution
     carry_out(pipeline, solution)
     assert_healed(pipeline)
+
+
+# What is done to the publication of a table before the writes, and after them.
+OTHERWISE_PUBLISHED = {
+    "out": ("DROP TABLE public.t", None),
+    "out and in": ("DROP TABLE public.t", "ADD TABLE public.t"),
+    "rows": ("SET TABLE ONLY public.t WHERE (id < 50)", None),
+    "rows for a while": ("SET TABLE ONLY public.t WHERE (id < 50)", "SET TABLE ONLY public.t"),
+    "columns": ("SET TABLE ONLY public.t (id)", None),
+    "columns for a while": ("SET TABLE ONLY public.t (id)", "SET TABLE ONLY public.t"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE_PUBLISHED)
+def test_a_table_that_was_published_otherwise(make_pipeline: Make, name: str) -> None:
+    pipeline = make_pipeline()
+    alter = f"ALTER PUBLICATION {pipeline.pipeline.source.publication} "
+    before, after = OTHERWISE_PUBLISHED[name]
+    pipeline.source(alter + before, *LOST, *([alter + after] if after else []))
+    for _ in range(2):  # it does not wear off
+        with pytest.raises(CannotFollow, match=r"public\.t") as refusal:
+            pipeline.apply()
+        with suppress(MissingPrivilege):  # where it is still published otherwise
+            pipeline.provision()
+    carry_out(pipeline, refusal.value.solution)
+    pipeline.apply()
+    assert_healed(pipeline)
+
+
+def test_a_publication_that_is_changed_and_the_record_is_not(
+    make_pipeline: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A re-read that ends between its change of the publication and its commit: refused until it is done again."""
+    pipeline = make_pipeline()
+    pipeline.change(source={"tables": [{"table": "public.t", "columns": ["id"]}]})
+    with monkeypatch.context() as patch:
+        patch.setattr(reread, "plan_read", raise_(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+    pipeline.source(*LOST)
+    pipeline.change(source={"tables": ["public.t"]})
+    with pytest.raises(CannotFollow, match="has been altered as to") as refusal:
+        pipeline.apply()
+    carry_out(pipeline, refusal.value.solution)
+    assert_healed(pipeline)
+
+
+def raise_(error: BaseException) -> Callable[..., Any]:
+    def raising(*_: object) -> Any:
+        raise error
+
+    return raising
+
+
+def test_an_overtaken_run_changes_nothing(make_pipeline: Make) -> None:
+    pipeline = make_pipeline()
+    publication = pipeline.pipeline.source.publication
+    with run_part(pipeline.pipeline, "resnapshot", None, False) as (run, record):
+        run.sink.take_epoch("another run")
+        pipeline.source(f"ALTER PUBLICATION {publication} DROP TABLE public.t")
+        with pytest.raises(Fenced):
+            reread.adopt(run, "public.t")
+        assert pipeline.source_rows("SELECT * FROM pg_publication_tables") == []
+        with pytest.raises(Fenced):
+            run.sink.restart(run.epoch, record.targets, record.identity, 1)
+        assert pipeline.record.applied == record.applied
+
+
+PUBLICATIONS = {"all tables": "ALL TABLES", "a schema": "TABLES IN SCHEMA public", "by its owner": "TABLE public.t"}
+
+
+@pytest.mark.parametrize("name", PUBLICATIONS)
+def test_publications_that_others_have_made(databases: Databases, tmp_path: Path, name: str) -> None:
+    """They are taken as they are, and stay; what is altered of them is found, and mended by their owner."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    publication = pipeline.pipeline.source.publication
+    pipeline.source(TABLE, ROWS, f"CREATE PUBLICATION {publication} FOR {PUBLICATIONS[name]}")
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source(*LOST)
+    assert_healed(pipeline)
+    commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+    pipeline.apply()
+    if name == "a schema":
+        alter = f"ALTER PUBLICATION {publication} {{}} TABLES IN SCHEMA public"
+        pipeline.source(alter.format("DROP"), "DELETE FROM public.t WHERE id = 8", alter.format("ADD"))
+        with pytest.raises(CannotFollow, match="has been altered as to") as refusal:
+            pipeline.apply()
+        carry_out(pipeline, refusal.value.solution)
+        pipeline.apply()
+        pipeline.assert_equal()
+    pipeline.source(f"ALTER PUBLICATION {publication} SET (publish = 'insert')", "DELETE FROM public.t WHERE id = 9")
+    solution = refused(pipeline, CdcError, "has been altered")
+    with pytest.raises(ServerNotReady, match="does not publish all operations") as wrong:
+        carry_out(pipeline, solution)
+    pipeline.source(wrong.value.solution.partition(": ")[2])
+    carry_out(pipeline, solution)
+    pipeline.source("UPDATE public.t SET body = 'goes on' WHERE id = 10")
+    pipeline.apply()
+    pipeline.assert_equal()
 
 
 @pytest.mark.parametrize("foreign", ["physical", "of another database"])

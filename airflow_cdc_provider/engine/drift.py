@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from airflow_cdc_provider.engine.catalog import Found, Table, find
+from airflow_cdc_provider.engine.catalog import Found, Leaf, Table, find
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, scalar
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
 from airflow_cdc_provider.engine.evolution import Unchanged, decide
-from airflow_cdc_provider.engine.publication import published_oids
+from airflow_cdc_provider.engine.publication import entry_key, published_entries, published_oids
+from airflow_cdc_provider.engine.run import existing_record
 from airflow_cdc_provider.engine.sinks.base import Target
 
 # Every entry of the catalog that a definition is made of, and the transaction that wrote it.
@@ -30,9 +31,6 @@ WITH tree AS (
     JOIN pg_catalog.unnest(%s::int8[]) AS t (root) ON a.attrelid = t.root::pg_catalog.oid
     UNION ALL
     SELECT i.tableoid, i.indexrelid, 0, i.xmin FROM pg_catalog.pg_index i JOIN tree ON i.indrelid = tree.oid
-    UNION ALL
-    SELECT r.tableoid, r.oid, 0, r.xmin FROM pg_catalog.pg_publication_rel r
-    JOIN pg_catalog.pg_publication p ON p.oid = r.prpubid AND p.pubname = %s
 )
 SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::pg_catalog.text)) FROM entries e
 """
@@ -41,14 +39,19 @@ SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::
 def catalog_state(connection: Connection, publication: str, targets: Sequence[Target]) -> str:
     """A mark of the catalog's entries for captured tables: as long as it stays, so do the definitions."""
     roots = [target.table.oid for target in targets]
-    return str(scalar(connection, _STATE, [roots, roots, roots, publication]))
+    entries = published_entries(connection, publication, [target.table for target in targets])
+    return f"{scalar(connection, _STATE, [roots, roots, roots])} {sorted(entries.items())}"
 
 
 def look(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:
     """Read from the catalog what captured tables are now, or why they cannot be followed; by label."""
     found = find(connection, pipeline.source.tables, pipeline.sink.mode)
+    # The record is read first: what is published anew meanwhile then shows as a difference, and is looked at again.
+    recorded = existing_record(pipeline).identity
     published = published_oids(connection, pipeline.source.publication)
-    return {target.table.label: _now(found, published, target.table, pipeline) for target in targets}
+    entries = published_entries(connection, pipeline.source.publication, [target.table for target in targets])
+    altered = frozenset(key for key, entry in entries.items() if entry != recorded.get(key))
+    return {target.table.label: _now(found, published, altered, target.table, pipeline) for target in targets}
 
 
 def drifted(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:
@@ -58,7 +61,9 @@ def drifted(connection: Connection, pipeline: Pipeline, targets: Sequence[Target
     return {label: after for label, after in now.items() if decide(recorded[label], after) != Unchanged()}
 
 
-def _now(found: Found, published: frozenset[int], table: Table, pipeline: Pipeline) -> Table | CdcError:
+def _now(
+    found: Found, published: frozenset[int], altered: frozenset[str], table: Table, pipeline: Pipeline
+) -> Table | CdcError:
     label = table.label
     name = found.labels.get(table.oid)
     if name != label and label not in found.labels.values():
@@ -80,11 +85,22 @@ def _now(found: Found, published: frozenset[int], table: Table, pipeline: Pipeli
         )
     now = found.tables[label]
     recorded = {leaf.oid for leaf in table.leaves}
+    publication = pipeline.source.publication
     lost = [leaf for leaf in now.leaves if leaf.oid in recorded and leaf.oid not in published]
+    again = f"Run `airflow-cdc resnapshot --table '{label}'`: it publishes the table again and reads it, then go on."
     if lost:
-        names = ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in lost)
         return CannotFollow(
-            f"{names} is no longer in publication {pipeline.source.publication!r}: changes are lost to the stream",
-            f"Run `airflow-cdc resnapshot --table '{label}'`: it publishes the table again and reads it, then go on.",
+            f"{_names(lost)} is no longer in publication {publication!r}: changes are lost to the stream", again
+        )
+    differ = [leaf for leaf in now.leaves if leaf.oid in recorded and entry_key(leaf) in altered]
+    if differ:
+        return CannotFollow(
+            f"publication {publication!r} has been altered as to {_names(differ)}: it was taken out for a while, or"
+            " other columns or rows were published; changes are lost to the stream",
+            again,
         )
     return now
+
+
+def _names(leaves: Sequence[Leaf]) -> str:
+    return ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in leaves)

@@ -123,6 +123,12 @@ def _check_identity(record: Record, source: Source, now: Identity) -> None:
             " are not in the stream",
             _REPAIR,
         )
+    if now.publication_version != recorded.get("publication_version"):
+        raise GateClosed(
+            f"publication {source.publication!r} has been altered: changes made meanwhile may not be in the stream",
+            "If it does not publish insert, update, delete and truncate any more, or publishes via the partition root,"
+            f" and is not the pipeline's own, let its owner set that back first. {_REPAIR}",
+        )
 
 
 def _check_slot(

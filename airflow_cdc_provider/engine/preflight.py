@@ -23,7 +23,7 @@ import psycopg2
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
-from airflow_cdc_provider.engine.catalog import Leaf, Table, resolve
+from airflow_cdc_provider.engine.catalog import Table, resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connect, describe, row, rows, scalar
 from airflow_cdc_provider.engine.errors import (
@@ -50,7 +50,7 @@ from airflow_cdc_provider.engine.privileges import (
     quoted_user,
     sees_all_rows,
 )
-from airflow_cdc_provider.engine.publication import publication_sql
+from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.sinks.postgres_tables import CHANGELOG_COLUMNS
 
 T = TypeVar("T")
@@ -265,7 +265,8 @@ def _encoding(source: Connection, pipeline: Pipeline) -> str:
     return f"The source database has encoding {encoding}."
 
 
-def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    """Check that the publication can be made, or is there and publishes what is captured."""
     name = pipeline.source.publication
     quoted = sql.Identifier(name).as_string(source)
     statement = publication_sql(source, name, tables)
@@ -301,7 +302,7 @@ def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]
             f"Run: ALTER PUBLICATION {quoted} SET (publish = 'insert, update, delete, truncate', "
             "publish_via_partition_root = false);",
         )
-    missing, different = _published_otherwise(source, name, tables)
+    missing, different = published_otherwise(source, name, tables)
     if different or (missing and (not_owned or not is_ours)):
         shown = ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in different or missing)
         what = "publishes other columns or rows of" if different else "lacks"
@@ -310,24 +311,6 @@ def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]
             f"publication {name!r} {what} {shown}", f"Let its owner run: ALTER PUBLICATION {quoted} SET {body};"
         )
     return f"Publication {name!r} exists" + (", tables will be added to it." if missing else " and has all tables.")
-
-
-def _published_otherwise(source: Connection, name: str, tables: Sequence[Table]) -> tuple[list[Leaf], list[Leaf]]:
-    """The leaves that a publication lacks, and those of which it publishes other columns or rows than captured."""
-    details = "attnames::text[], rowfilter IS NOT NULL" if source.info.server_version >= 150000 else "NULL, false"
-    query = f"SELECT schemaname, tablename, {details} FROM pg_catalog.pg_publication_tables WHERE pubname = %s"
-    published = {(schema, table): rest for schema, table, *rest in rows(source, query, [name])}
-    missing, different = [], []
-    for table in tables:
-        captured = {column.name for column in table.columns}
-        for leaf in table.leaves:
-            if (leaf.schema, leaf.name) not in published:
-                missing.append(leaf)
-                continue
-            columns, is_filtered = published[leaf.schema, leaf.name]
-            if is_filtered != (table.where is not None) or (columns is not None and not captured <= set(columns)):
-                different.append(leaf)
-    return missing, different
 
 
 def _identity(source: Connection, sink: Connection, pipeline: Pipeline) -> str:
@@ -449,5 +432,5 @@ _SOURCE_CHECKS: dict[str, Callable[[Connection, Pipeline], str]] = {
 _TABLE_CHECKS: dict[str, Callable[[Connection, Pipeline, Sequence[Table]], str]] = {
     "select": lambda source, pipeline, tables: may_read(source, tables),
     "row security": lambda source, pipeline, tables: sees_all_rows(source, tables),
-    "publication": _publication,
+    "publication": check_publication,
 }

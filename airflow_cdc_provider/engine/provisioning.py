@@ -24,7 +24,12 @@ from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import gate, require_primary
-from airflow_cdc_provider.engine.publication import create_publication, drop_publication, unpublish
+from airflow_cdc_provider.engine.publication import (
+    create_publication,
+    drop_publication,
+    published_entries,
+    unpublish,
+)
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS
 from airflow_cdc_provider.engine.run import (
     existing_record,
@@ -75,7 +80,10 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             recorded = {target.table.label for target in record.targets}
             added = [table for table in tables if table.label not in recorded]
             if added:
-                create_publication(source, names.publication, tables)
+                create_publication(source, names.publication, added)
+                # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
+                sink.note_source(record.epoch, published_entries(source, names.publication, added))
+                record = existing_record(pipeline)
                 slot.barrier(source)
                 chunks = _plan(source, pipeline, added)
                 sink.prepare(_targets(pipeline, added), chunks, record.identity, record.applied)
@@ -142,10 +150,11 @@ def _new_slot(
     _refuse_taken_slot(source, names.slot)
     created = create_publication(source, names.publication, tables)
     try:
+        entries = published_entries(source, names.publication, tables)
         consistent = slot.create_slot(source, names.slot)
         slot.barrier(source)
         identity = slot.read_identity(source, names.slot, names.publication).to_dict()
-        yield identity | {"created_publication": created, "mode": pipeline.sink.mode}, consistent
+        yield identity | entries | {"created_publication": created, "mode": pipeline.sink.mode}, consistent
     except BaseException:
         if state.read(_PROVISIONING) == ours and not _may_be_recorded(pipeline, consistent):
             slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
@@ -236,12 +245,14 @@ def start_over(pipeline: Pipeline, takeover: bool) -> None:
         if pipeline.source.slot != record.identity["slot"]:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, pipeline.source.slot)
-        take_epoch(pipeline, state, takeover)
+        if not record.identity["created_publication"]:
+            checks.check_publication(source, pipeline, tables)  # it stays as it is
+        epoch = take_epoch(pipeline, state, takeover)
         state.write(_PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)
         with _new_slot(source, pipeline, state, tables) as (identity, consistent):
             made = identity["created_publication"] or record.identity["created_publication"]
             identity = identity | {"created_publication": made}
-            sink.restart(_targets(pipeline, tables), identity, consistent)
+            sink.restart(epoch, _targets(pipeline, tables), identity, consistent)
     state.remove("checkpoint")
     state.remove(_PROVISIONING)

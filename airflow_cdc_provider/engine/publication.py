@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Leaf, Table
-from airflow_cdc_provider.engine.connection import Connection, rows
+from airflow_cdc_provider.engine.connection import Connection, condition, rows
 from airflow_cdc_provider.engine.errors import ConfigError, MissingPrivilege
 
 
@@ -50,6 +50,100 @@ def published_oids(connection: Connection, publication: str) -> frozenset[int]:
     query = "SELECT t.relid::bigint FROM pg_catalog.pg_get_publication_tables(%s) t"
     exists = rows(connection, "SELECT 1 FROM pg_catalog.pg_publication WHERE pubname = %s", [publication])
     return frozenset(oid for (oid,) in rows(connection, query, [publication])) if exists else frozenset()
+
+
+def entry_key(leaf: Leaf) -> str:
+    """The name under which the record's ``identity`` has the entries that publish a leaf."""
+    return f"published:{leaf.oid}"
+
+
+def published_entries(connection: Connection, publication: str, tables: Sequence[Table]) -> dict[str, str]:
+    """The entries of the catalog that publish each leaf: oids, none where all tables are published.
+
+    A table that leaves the publication and comes back, and one whose columns or condition are changed, get a new entry.
+
+    :returns: by :func:`entry_key`, to be kept in the record's ``identity``.
+    """
+    by_schema = (
+        " UNION ALL SELECT s.oid, c.oid, s.pnpubid FROM pg_catalog.pg_publication_namespace s"
+        " JOIN pg_catalog.pg_class c ON c.relnamespace = s.pnnspid"
+    )
+    query = (
+        "SELECT leaf, coalesce(pg_catalog.string_agg(e.oid::text, ' ' ORDER BY e.oid), '')"
+        " FROM pg_catalog.unnest(%s::int8[]) AS leaf CROSS JOIN LATERAL (SELECT leaf::oid AS oid UNION"
+        " SELECT relid::oid FROM pg_catalog.pg_partition_ancestors(leaf::oid::regclass)) AS t"
+        " LEFT JOIN ((SELECT r.oid, r.prrelid, r.prpubid FROM pg_catalog.pg_publication_rel r"
+        f"{by_schema if connection.info.server_version >= 150000 else ''}) AS e (oid, relid, publication)"
+        " JOIN pg_catalog.pg_publication p ON p.oid = e.publication AND p.pubname = %s) ON e.relid = t.oid"
+        " GROUP BY leaf"
+    )
+    leaves = {leaf.oid: entry_key(leaf) for table in tables for leaf in table.leaves}
+    return {leaves[oid]: entries for oid, entries in rows(connection, query, [list(leaves), publication])}
+
+
+def published_otherwise(
+    connection: Connection, publication: str, tables: Sequence[Table]
+) -> tuple[list[Leaf], list[Leaf]]:
+    """The leaves that a publication lacks, and those of which it publishes other columns or rows than captured."""
+    details = "attnames::text[], rowfilter" if connection.info.server_version >= 150000 else "NULL, NULL"
+    query = f"SELECT schemaname, tablename, {details} FROM pg_catalog.pg_publication_tables WHERE pubname = %s"
+    published = {(schema, table): rest for schema, table, *rest in rows(connection, query, [publication])}
+    missing, different = [], []
+    for table in tables:
+        captured = {column.name for column in table.columns}
+        for leaf in table.leaves:
+            if (leaf.schema, leaf.name) not in published:
+                missing.append(leaf)
+                continue
+            columns, where = published[leaf.schema, leaf.name]
+            lacks = columns is not None and not captured <= set(columns)
+            if lacks or not _same_rows(connection, leaf, table.where, where):
+                different.append(leaf)
+    return missing, different
+
+
+def _same_rows(connection: Connection, leaf: Leaf, captured: str | None, published: str | None) -> bool:
+    """Whether two conditions are the same to the server, which writes them in its own way: their plans tell."""
+    if captured is None or published is None:
+        return captured is published
+    one, other = (
+        rows(
+            connection,
+            sql.SQL("EXPLAIN (COSTS OFF) SELECT FROM ONLY {} WHERE {}").format(
+                sql.Identifier(leaf.schema, leaf.name), condition(where)
+            ),
+        )
+        for where in (captured, published)
+    )
+    return one == other
+
+
+def publish_anew(connection: Connection, publication: str, before: Table | None, table: Table) -> dict[str, str]:
+    """Publish a table that is going to be read whole, with the columns and condition of its rule.
+
+    :param before: as it was published until now.
+    :returns: see :func:`published_entries`.
+    :raises MissingPrivilege: when it is published otherwise, and the role may not change that.
+    """
+    if before is not None and _chosen(before) != _chosen(table):
+        unpublish(connection, publication, before)
+    elif published_otherwise(connection, publication, [table])[1]:
+        unpublish(connection, publication, table)
+    create_publication(connection, publication, [table])
+    entries = published_entries(connection, publication, [table])
+    missing, different = published_otherwise(connection, publication, [table])
+    if missing or different:
+        names = ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in missing + different)
+        raise MissingPrivilege(
+            f"publication {publication!r} publishes other columns or rows of {names} than source.tables says",
+            f"Let its owner publish {', '.join(published_leaf(connection, table, leaf) for leaf in table.leaves)}.",
+        )
+    return entries
+
+
+def _chosen(table: Table) -> tuple[object, ...]:
+    """What the publication has to say of a table beside its name."""
+    return table.where, [column.attnum for column in table.columns] if table.column_list else None
 
 
 def create_publication(connection: Connection, publication: str, tables: Sequence[Table]) -> bool:

@@ -33,11 +33,13 @@ from airflow_cdc_provider.engine.errors import (
     GateClosed,
     MissingPrivilege,
     SchemaChanged,
+    TargetConflict,
+    ValueRefused,
 )
 from airflow_cdc_provider.engine.preflight import target_of as sink_name
-from airflow_cdc_provider.engine.publication import create_publication, unpublish
+from airflow_cdc_provider.engine.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, plan_read
-from airflow_cdc_provider.engine.run import Run, existing_record, record_error
+from airflow_cdc_provider.engine.run import Run, existing_record, record_error, require_epoch
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.slot import barrier, visible_in_current, wait_until
 from airflow_cdc_provider.engine.state import State
@@ -77,12 +79,12 @@ def take_requests(run: Run, record: Record) -> bool:
         for label in wanted["tables"] if wanted else ():
             try:
                 read_again(run, record, label, wanted["where"] if wanted else None)
-                done = True
+                record, done = existing_record(run.pipeline), True
             except (Blocked, SchemaChanged):
                 blocked.append(label)
             except DRIVER_ERRORS as e:
                 record_error(run.state, driver_failure(e, f"reading {label} again"))
-            except (ConfigError, CannotFollow, ForeignTable, MissingPrivilege) as e:
+            except (ConfigError, CannotFollow, ForeignTable, MissingPrivilege, TargetConflict, ValueRefused) as e:
                 record_error(run.state, e)
         if wanted and blocked:
             run.state.write(name, wanted | {"tables": blocked})
@@ -153,12 +155,15 @@ def adopt(run: Run, label: str) -> int:
     pipeline = run.pipeline
     for _ in range(_DEFINITIONS):
         record = existing_record(pipeline)
+        require_epoch(record, run.epoch)  # an overtaken run leaves the publication alone
         before = next((target for target in record.targets if target.table.label == label), None)
         with connected(pipeline.source.dsn) as source:
             table = _defined(source, pipeline, label)
-            if before is not None and _chosen(before.table) != _chosen(table):
-                unpublish(source, pipeline.source.publication, before.table)
-            create_publication(source, pipeline.source.publication, [table])
+            published = publish_anew(source, pipeline.source.publication, before.table if before else None, table)
+            # Those of leaves that the record does not have yet, so that none it has is without. If the others have
+            # changed, nothing goes on until the table has been read.
+            known = {entry_key(leaf) for leaf in before.table.leaves} if before is not None else set[str]()
+            _note(run, record, {key: entry for key, entry in published.items() if key not in known})
             # Everything that the stream has passed, or will not bring, has an id below the barrier's.
             barrier(source, _BARRIER_SECONDS)
             timeline = int(record.identity["timeline"])
@@ -167,7 +172,9 @@ def adopt(run: Run, label: str) -> int:
         reader = SnapshotReader(read)
         try:
             target = Target(table, *place)
-            return run.sink.replace(run.epoch, target, None, reader.batches(), reader.finish, before)
+            written = run.sink.replace(run.epoch, target, None, reader.batches(), reader.finish, before)
+            _note(run, record, published)
+            return written
         except SchemaChanged:
             continue  # between the look at the catalog and the read
         finally:
@@ -190,9 +197,11 @@ def _defined(connection: Connection, pipeline: Pipeline, label: str) -> Table:
     return found.tables[label]
 
 
-def _chosen(table: Table) -> tuple[object, ...]:
-    """What the publication has to say of a table beside its name."""
-    return table.where, [column.attnum for column in table.columns] if table.column_list else None
+def _note(run: Run, record: Record, published: Mapping[str, str]) -> None:
+    """Keep in the record which entries publish leaves, as far as it did not know."""
+    news = {key: entry for key, entry in published.items() if record.identity.get(key) != entry}
+    if news:
+        run.sink.note_source(run.epoch, news)
 
 
 def read_keys_again(

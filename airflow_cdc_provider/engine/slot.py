@@ -35,6 +35,8 @@ class Identity:
     :param timeline: timeline of its log.
     :param database: oid of the database.
     :param publication: oid of the publication.
+    :param publication_version: transaction that last altered the publication itself (operations, options, owner);
+        tables come and go without it.
     """
 
     system: str
@@ -42,6 +44,7 @@ class Identity:
     database: int
     slot: str
     publication: int
+    publication_version: int
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,15 +102,16 @@ def is_ours(connection: Connection, state: SlotState) -> bool:
 
 def read_identity(connection: Connection, slot: str, publication: str) -> Identity:
     """Read what the source is now."""
-    system, timeline, database, oid = row(
+    system, timeline, database, oid, version = row(
         connection,
         "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
         " ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int,"
         " (SELECT oid::bigint FROM pg_database WHERE datname = current_database()),"
-        " (SELECT oid::bigint FROM pg_publication WHERE pubname = %s)",
-        [publication],
+        " (SELECT oid::bigint FROM pg_publication WHERE pubname = %s),"
+        " (SELECT xmin::text::bigint FROM pg_publication WHERE pubname = %s)",
+        [publication, publication],
     )
-    return Identity(system, timeline, database, slot, oid or 0)
+    return Identity(system, timeline, database, slot, oid or 0, version or 0)
 
 
 def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> int:

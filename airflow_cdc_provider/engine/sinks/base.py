@@ -166,9 +166,12 @@ class Sink(Protocol):
         :raises SecondWriter: when there is a record with another applied LSN or identity.
         """
 
-    def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
+    def restart(
+        self, epoch: int, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int
+    ) -> None:
         """Begin again from another consistent point: every table is one unfinished chunk, whose rows replace it.
 
+        :raises Fenced: when another run has taken over.
         :raises GateClosed: when a changelog has events beyond that point, of a history that the source has left.
         """
 

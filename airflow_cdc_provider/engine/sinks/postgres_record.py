@@ -130,9 +130,12 @@ class PostgresRecord:
             [self.pipeline, chunk.table, chunk.index, json.dumps(chunk.to_dict())],
         )
 
-    def restart(self, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int) -> None:
+    def restart(
+        self, epoch: int, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int
+    ) -> None:
         """See :meth:`.base.Sink.restart`."""
         with self._transaction() as connection:
+            self._fence(connection, epoch, "FOR UPDATE")
             recorded = self._targets(connection)
             for target in targets:
                 if self.mode == "changelog" and _exists(connection, target):
