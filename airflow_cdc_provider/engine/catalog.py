@@ -379,6 +379,12 @@ def find(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> Fo
     for index, rule in enumerate(rules):
         for relation in (r for r in matches[index] if owner[r.oid] == index):
             try:
+                if relation.label in tables:
+                    raise ConfigError(
+                        f"source.tables: two tables are called {relation.label}, since a schema or a table has a dot"
+                        " in its name",
+                        "Capture one of them in another pipeline.",
+                    )
                 tables[relation.label] = _table(connection, catalog, relation, rule, mode)
             except ConfigError as e:
                 errors[relation.label] = e

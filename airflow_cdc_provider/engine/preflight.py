@@ -143,7 +143,7 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
             checks.run("identity", partial(_identity, source, sink, pipeline))
         if sink is not None and tables is not None:
             checks.run("targets", partial(_target_names, pipeline, tables))
-            checks.run("names", partial(_unambiguous, pipeline, tables))
+            checks.run("names", partial(_changelog_names, pipeline, tables))
             targets = [target_of(pipeline, table) for table in tables]
             checks.run("sink privileges", partial(may_write, sink, targets, pipeline.sink.mode))
             checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
@@ -339,13 +339,7 @@ def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
     return "Every table has a target of its own."
 
 
-def _unambiguous(pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    for label, count in Counter(table.label for table in tables).items():
-        if count > 1:
-            raise ConfigError(
-                f"source.tables: {count} tables are called {label}, since a schema or a table has a dot in its name",
-                "Capture one of them in another pipeline.",
-            )
+def _changelog_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
     for table in tables if pipeline.sink.mode == "changelog" else ():
         if taken := sorted(CHANGELOG_COLUMNS.keys() & {column.name for column in table.columns}):
             raise ConfigError(
@@ -353,7 +347,7 @@ def _unambiguous(pipeline: Pipeline, tables: Sequence[Table]) -> str:
                 " columns of its own",
                 "Leave them out with `columns`, rename them at the source, or use sink.mode: mirror.",
             )
-    return "No name means two things."
+    return "No column has a name that the changelog needs."
 
 
 def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
