@@ -368,7 +368,7 @@ def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> Ch
     with connected(pipeline.source.dsn) as source:
         query = read_query(target.table, chunk)
         read = plan_read(source, pipeline.source.dsn, target.table, query, int(record.identity["timeline"]))
-    sink = commands.sink_of(pipeline)
+    sink = commands.sink_of(pipeline, "snapshot-0")
     return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read)
 
 
