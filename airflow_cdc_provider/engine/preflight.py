@@ -144,7 +144,7 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
         if sink is not None and tables is not None:
             checks.run("targets", partial(_target_names, pipeline, tables))
             checks.run("names", partial(_changelog_names, pipeline, tables))
-            targets = [target_of(pipeline, table) for table in tables]
+            targets = [target_name(pipeline, table) for table in tables]
             checks.run("sink privileges", partial(may_write, sink, targets, pipeline.sink.mode))
             checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
     checks.run("state", partial(_state, pipeline.state))
@@ -161,7 +161,7 @@ def require(findings: Sequence[Finding]) -> None:
             raise finding.error
 
 
-def target_of(pipeline: Pipeline, table: Table) -> tuple[str, str]:
+def target_name(pipeline: Pipeline, table: Table) -> tuple[str, str]:
     """Schema and name of the target of a source table."""
     return pipeline.sink.schema.replace("{schema}", table.schema), table.name
 
@@ -323,7 +323,7 @@ def _identity(source: Connection, sink: Connection, pipeline: Pipeline) -> str:
 
 
 def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    counts = Counter(target_of(pipeline, table) for table in tables)
+    counts = Counter(target_name(pipeline, table) for table in tables)
     for (schema, name), count in counts.items():
         if count > 1:
             raise ConfigError(
@@ -356,7 +356,7 @@ def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]
         query = f"SELECT target_schema, target_table, pipeline, source_table FROM {RECORDS_SCHEMA}.tables"
         recorded = {(schema, name): (owner, table) for schema, name, owner, table in rows(sink, query)}
     for table in tables:
-        schema, name = target_of(pipeline, table)
+        schema, name = target_name(pipeline, table)
         owner = recorded.get((schema, name))
         if owner == (pipeline.name, table.label):
             continue

@@ -125,7 +125,7 @@ def _refuse_other_sink(pipeline: Pipeline, record: Record) -> None:
             "Put the mode back, or use another pipeline name for the other mode.",
         )
     for target in record.targets:
-        if (target.schema, target.name) != checks.target_of(pipeline, target.table):
+        if (target.schema, target.name) != checks.target_name(pipeline, target.table):
             raise ConfigError(
                 f"sink.schema: {pipeline.sink.schema!r}, but {target.table.label} has been provisioned into"
                 f" {target.schema}.{target.name}",
@@ -187,7 +187,7 @@ def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, s
 
 
 def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
-    return [Target(table, *checks.target_of(pipeline, table)) for table in tables]
+    return [Target(table, *checks.target_name(pipeline, table)) for table in tables]
 
 
 def _gone_tables(source: Connection, record: Record, tables: Sequence[Table]) -> list[Target]:

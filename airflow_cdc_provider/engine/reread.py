@@ -36,7 +36,7 @@ from airflow_cdc_provider.engine.errors import (
     TargetConflict,
     ValueRefused,
 )
-from airflow_cdc_provider.engine.preflight import target_of as sink_name
+from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, plan_read
 from airflow_cdc_provider.engine.run import Run, existing_record, record_error, require_epoch
@@ -168,7 +168,7 @@ def adopt(run: Run, label: str) -> int:
             barrier(source, _BARRIER_SECONDS)
             timeline = int(record.identity["timeline"])
             read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), timeline)
-        place = (before.schema, before.name) if before is not None else sink_name(pipeline, table)
+        place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
         reader = SnapshotReader(read)
         try:
             target = Target(table, *place)
