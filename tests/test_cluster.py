@@ -132,8 +132,11 @@ def spark_process(name: str, directory: Path, *arguments: str, **environment: st
 
 
 def alive_workers(web: int) -> int:
-    """How many workers the master knows, by its web interface."""
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{web}/json/", timeout=5) as answer:
+    """How many workers the master knows, by its web interface, which answers any path with a page while it starts."""
+    with (
+        suppress(OSError, json.JSONDecodeError),
+        urllib.request.urlopen(f"http://127.0.0.1:{web}/json/", timeout=5) as answer,
+    ):
         return int(json.load(answer)["aliveworkers"])
     return 0
 
