@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.catalog import resolve
+from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError

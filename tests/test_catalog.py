@@ -12,8 +12,9 @@ import pytest
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import catalog
-from airflow_cdc_provider.engine.catalog import Leaf, Mode, Table, resolve
+from airflow_cdc_provider.engine import capture, catalog
+from airflow_cdc_provider.engine.capture import Mode, resolve
+from airflow_cdc_provider.engine.catalog import Leaf, Table
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connected, rows
 from airflow_cdc_provider.engine.errors import ConfigError, UncapturableTable, UnknownTable
@@ -154,7 +155,7 @@ def test_a_glob_skips_what_cannot_be_captured_and_says_so(source: Connection, ca
         """,
     )
 
-    with caplog.at_level(logging.WARNING, logger=catalog.__name__):
+    with caplog.at_level(logging.WARNING, logger=capture.__name__):
         assert labels(source, "shop.*") == ["shop.child", "shop.good"]
 
     warnings = " ".join(record.getMessage() for record in caplog.records)

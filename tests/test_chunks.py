@@ -24,7 +24,8 @@ from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import chunks
-from airflow_cdc_provider.engine.catalog import Column, Table, resolve
+from airflow_cdc_provider.engine.capture import resolve
+from airflow_cdc_provider.engine.catalog import Column, Table
 from airflow_cdc_provider.engine.chunks import Chunk, chunk_of, plan, range_condition, read_query, text_of
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connect, connected, rows, scalar

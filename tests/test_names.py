@@ -18,7 +18,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.catalog import resolve
+from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import Connection, connected, rows
 from airflow_cdc_provider.engine.errors import ConfigError

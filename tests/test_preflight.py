@@ -11,7 +11,7 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import preflight as preflight_module
-from airflow_cdc_provider.engine.catalog import resolve
+from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected, rows, scalar
 from airflow_cdc_provider.engine.errors import (

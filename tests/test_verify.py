@@ -14,7 +14,7 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine import verify
-from airflow_cdc_provider.engine.catalog import resolve
+from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, rows, scalar
 from airflow_cdc_provider.engine.errors import MissingPrivilege, StreamFailed, UnknownTable

@@ -14,7 +14,7 @@ from typing import Any
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import provisioning, reread, slot
 from airflow_cdc_provider.engine.attempts import keep_trying
-from airflow_cdc_provider.engine.catalog import resolve
+from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from airflow_cdc_provider.engine.catalog import Found, Leaf, Table, find
+from airflow_cdc_provider.engine.capture import Found, find
+from airflow_cdc_provider.engine.catalog import Leaf, Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, scalar
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError

@@ -23,7 +23,8 @@ import psycopg2
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
-from airflow_cdc_provider.engine.catalog import Table, resolve
+from airflow_cdc_provider.engine.capture import resolve
+from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connect, describe, row, rows, scalar
 from airflow_cdc_provider.engine.errors import (

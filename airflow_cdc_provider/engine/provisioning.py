@@ -17,7 +17,8 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import slot
-from airflow_cdc_provider.engine.catalog import Table, resolve
+from airflow_cdc_provider.engine.capture import resolve
+from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar

@@ -21,7 +21,8 @@ import numpy.typing as npt
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.catalog import Table, find
+from airflow_cdc_provider.engine.capture import find
+from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import keys_condition, read_query, text_of
 from airflow_cdc_provider.engine.config import Pipeline, TableRule
 from airflow_cdc_provider.engine.connection import Connection, condition, connected, rows
