@@ -52,7 +52,7 @@ from airflow_cdc_provider.engine.privileges import (
     sees_all_rows,
 )
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
-from airflow_cdc_provider.engine.sinks.postgres_tables import CHANGELOG_COLUMNS
+from airflow_cdc_provider.engine.sinks.postgres_definition import CHANGELOG_COLUMNS
 
 T = TypeVar("T")
 

@@ -33,14 +33,10 @@ from airflow_cdc_provider.engine.sinks.base import (
     Watermark,
 )
 from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
-from airflow_cdc_provider.engine.sinks.postgres_definition import redefine
+from airflow_cdc_provider.engine.sinks.postgres_definition import prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres_refusals import refusals
-from airflow_cdc_provider.engine.sinks.postgres_tables import (
-    FIRST_READ,
-    TableStatements,
-    prepare_target,
-)
+from airflow_cdc_provider.engine.sinks.postgres_tables import FIRST_READ, TableStatements
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Changing a target table of the Postgres sink as its source table has been changed.
+"""How a target table of the Postgres sink is defined: created from its source table, and changed as that is.
 
 In a mirror the target has the source's columns. In a changelog the history stays: a column that the source has
 dropped is left as it is, and gets no values any more.
@@ -9,17 +9,38 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.connection import Connection, rows
-from airflow_cdc_provider.engine.errors import CannotFollow, MissingPrivilege
+from airflow_cdc_provider.engine.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.errors import CannotFollow, ForeignTable, MissingPrivilege
 from airflow_cdc_provider.engine.evolution import Redefinition, redefinition
 from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Target
-from airflow_cdc_provider.engine.sinks.postgres_tables import allow_null, column_type
+
+CHANGELOG_COLUMNS = {
+    "_op": '"char" NOT NULL',
+    "_commit_lsn": "pg_lsn NOT NULL",
+    "_seq": "bigint NOT NULL",
+    "_xid": "bigint",
+    "_commit_ts": "timestamptz",
+    "_before": "jsonb",
+    "_unchanged": "text[]",
+}
+"""Names and types of the columns that a changelog has beside the source's."""
+
+# Their values name objects and roles of one server, or are taken by no input function: elsewhere they are but text.
+_TEXT_ONLY = frozenset(
+    {
+        *("regproc", "regprocedure", "regoper", "regoperator", "regclass", "regcollation", "regconfig"),
+        *("regdictionary", "regnamespace", "regrole", "regtype", "aclitem"),
+        *("gtsvector", "pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list"),
+        *("pg_brin_bloom_summary", "pg_brin_minmax_multi_summary"),
+    }
+)
 
 _REFUSALS = (
     psycopg2.DataError,
@@ -29,6 +50,59 @@ _REFUSALS = (
     psycopg2.ProgrammingError,
     psycopg2.errors.ObjectInUse,
 )
+
+
+def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
+    """Create a target table, or accept it if it is ours or empty, and record it.
+
+    :raises ForeignTable: when it has rows that are not ours.
+    """
+    table = sql.Identifier(target.schema, target.name)
+    ours = rows(
+        connection,
+        "SELECT 1 FROM airflow_cdc.tables WHERE pipeline = %s AND source_table = %s"
+        " AND target_schema = %s AND target_table = %s",
+        [pipeline, target.table.label, target.schema, target.name],
+    )
+    exists = scalar(connection, "SELECT to_regclass(%s)", [table.as_string(connection)]) is not None
+    if exists and not ours and rows(connection, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(table)):
+        raise ForeignTable(
+            f"the target table {target.schema}.{target.name} exists and has rows that pipeline {pipeline!r}"
+            " did not write",
+            "Empty or drop the table, or give the pipeline another target schema (`sink.schema`).",
+        )
+    if exists and not ours and mode == "mirror" and target.table.key and not _has_key(connection, table, target):
+        raise ForeignTable(
+            f"the target table {target.schema}.{target.name} exists, but has no unique key on"
+            f" ({', '.join(target.table.key)})",
+            "Drop the table, so that it is created as it has to be, or give it that primary key.",
+        )
+    if not exists:
+        schema = sql.Identifier(target.schema)
+        if scalar(connection, "SELECT to_regnamespace(%s)", [schema.as_string(connection)]) is None:
+            rows(connection, sql.SQL("CREATE SCHEMA {}").format(schema))
+        definitions = [_definition(connection, column) for column in target.table.columns]
+        if mode == "changelog":
+            definitions += [
+                sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in CHANGELOG_COLUMNS.items()
+            ]
+        elif target.table.key:
+            key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
+            definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
+        rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
+        if mode == "changelog":
+            allow_null(connection, table)
+    record_target(connection, pipeline, target)
+
+
+def record_target(connection: Connection, pipeline: str, target: Target) -> None:
+    """Enter a target table into the commit record, as one of ours."""
+    rows(
+        connection,
+        "INSERT INTO airflow_cdc.tables (pipeline, source_table, target_schema, target_table, definition)"
+        " VALUES (%s, %s, %s, %s, %s) ON CONFLICT (pipeline, source_table) DO NOTHING",
+        [pipeline, target.table.label, target.schema, target.name, json.dumps(target.table.to_dict())],
+    )
 
 
 def redefine(
@@ -174,3 +248,67 @@ class _Change:
                 rows(self._connection, sql.SQL("DROP INDEX {}").format(sql.SQL(index)))
         for name in before.table.key:
             self._alter("ALTER COLUMN {name} DROP NOT NULL", name=sql.Identifier(name))
+
+
+def allow_null(connection: Connection, table: sql.Composable) -> None:
+    """Give a changelog the types beneath domains: its deletes and truncates have NULL where a domain may forbid it."""
+    for name, base in domain_bases(connection, table).items():
+        change = sql.SQL("ALTER TABLE {} ALTER COLUMN {} TYPE {}")
+        rows(connection, change.format(table, sql.Identifier(name), sql.SQL(base)))
+
+
+def _has_key(connection: Connection, table: sql.Composable, target: Target) -> bool:
+    """Whether a unique index, neither partial nor deferrable, stands on exactly the key's columns."""
+    query = (
+        "SELECT 1 FROM pg_index i WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indimmediate"
+        " AND i.indpred IS NULL AND (SELECT array_agg(a.attname::text ORDER BY a.attname)"
+        " FROM unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)"
+        " LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum"
+        " WHERE u.position <= i.indnkeyatts) = %s::text[]"
+    )
+    return bool(rows(connection, query, [table.as_string(connection), sorted(target.table.key)]))
+
+
+@dataclass(frozen=True)
+class ColumnType:
+    """A column's type in the target as SQL, ``bare`` without its collation."""
+
+    bare: str
+    collation: str | None
+
+    @property
+    def full(self) -> str:
+        return self.bare if self.collation is None else f"{self.bare} COLLATE {self.collation}"
+
+
+def column_type(connection: Connection, column: Column) -> ColumnType:
+    """The source's type of a column; text where the target does not know the type, or could not take its values."""
+    if column.builtin:
+        known = column.type.removesuffix("[]") not in _TEXT_ONLY
+    else:
+        known = scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
+    if not known:
+        return ColumnType("text", None)
+    collation = column.collation
+    if collation is not None and scalar(connection, "SELECT to_regcollation(%s)", [collation]) is None:
+        collation = None
+    return ColumnType(column.type, collation)
+
+
+def _definition(connection: Connection, column: Column) -> sql.Composable:
+    return sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(column_type(connection, column).full))
+
+
+def domain_bases(connection: Connection, table: sql.Composable) -> dict[str, str]:
+    """By the columns of a table whose type is a domain: the type beneath it."""
+    query = (
+        "WITH RECURSIVE bases AS ("
+        " SELECT a.attname::text AS name, t.typbasetype AS type, t.typtypmod AS modifier FROM pg_attribute a"
+        " JOIN pg_type t ON t.oid = a.atttypid AND t.typtype = 'd'"
+        " WHERE a.attrelid = to_regclass(%s) AND NOT a.attisdropped"
+        " UNION ALL SELECT b.name, t.typbasetype, t.typtypmod FROM bases b"
+        " JOIN pg_type t ON t.oid = b.type AND t.typtype = 'd'"
+        ") SELECT b.name, format_type(b.type, b.modifier) FROM bases b JOIN pg_type t ON t.oid = b.type"
+        " WHERE t.typtype <> 'd'"
+    )
+    return dict(rows(connection, query, [table.as_string(connection)]))

@@ -26,16 +26,44 @@ from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
-from airflow_cdc_provider.engine.sinks.postgres_definition import redefine
+from airflow_cdc_provider.engine.sinks.postgres_definition import prepare_target, record_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres_refusals import target_conflict
-from airflow_cdc_provider.engine.sinks.postgres_tables import (
-    RECORD_TABLES,
-    TableStatements,
-    create_record_tables,
-    prepare_target,
-    record_target,
-)
+from airflow_cdc_provider.engine.sinks.postgres_tables import TableStatements
 from airflow_cdc_provider.engine.visibility import Snapshot
+
+_RECORD_TABLES = """
+CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (
+    pipeline text PRIMARY KEY,
+    epoch bigint NOT NULL,
+    owner text NOT NULL,
+    applied_lsn pg_lsn NOT NULL,
+    source jsonb NOT NULL,
+    updated_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE TABLE IF NOT EXISTS airflow_cdc.tables (
+    pipeline text,
+    source_table text,
+    target_schema text NOT NULL,
+    target_table text NOT NULL,
+    definition jsonb NOT NULL,
+    PRIMARY KEY (pipeline, source_table)
+);
+CREATE TABLE IF NOT EXISTS airflow_cdc.chunks (
+    pipeline text,
+    source_table text,
+    chunk int,
+    definition jsonb NOT NULL,
+    keys jsonb,
+    snapshot text,
+    high_lsn pg_lsn,
+    row_count bigint,
+    epoch bigint,
+    finished_at timestamptz,
+    PRIMARY KEY (pipeline, source_table, chunk)
+);
+"""
+
+_RECORD_NAMES = ("airflow_cdc.pipelines", "airflow_cdc.tables", "airflow_cdc.chunks")
 
 LOCK_SECONDS = 60.0
 """How long a transaction in the sink waits for a lock."""
@@ -66,6 +94,18 @@ WHERE l.locktype = 'relation' AND l.granted AND l.mode <> 'AccessShareLock'
   AND coalesce(a.application_name, '') <> %s
 LIMIT 10
 """
+
+
+def create_record_tables(connection: Connection) -> None:
+    """Create the tables of the commit record, where they are not there yet.
+
+    ``IF NOT EXISTS`` alone would ask for the privilege to create a schema even when a DBA has created it, and fails
+    when two pipelines begin at once; so they do it one after the other, until their transactions end.
+    """
+    rows(connection, "SELECT pg_advisory_xact_lock(hashtext('airflow_cdc'))")
+    if scalar(connection, "SELECT to_regnamespace('airflow_cdc')") is None:
+        rows(connection, "CREATE SCHEMA airflow_cdc")
+    rows(connection, _RECORD_TABLES)
 
 
 @dataclass(frozen=True)
@@ -179,8 +219,8 @@ class PostgresRecord:
     def record(self) -> Record | None:
         """See :meth:`.base.Sink.record`."""
         with self._transaction() as connection:
-            lacking = [name for name in RECORD_TABLES if scalar(connection, "SELECT to_regclass(%s)", [name]) is None]
-            if len(lacking) == len(RECORD_TABLES):
+            lacking = [name for name in _RECORD_NAMES if scalar(connection, "SELECT to_regclass(%s)", [name]) is None]
+            if len(lacking) == len(_RECORD_NAMES):
                 return None
             if lacking:
                 raise GateClosed(

@@ -1,4 +1,4 @@
-"""Target and staging tables of the Postgres sink, and the statements that bring one into the other.
+"""Staging tables of the Postgres sink, and the statements that bring them into a target table.
 
 Staging columns are ``c0`` … in the order of the captured columns, with the types of
 the target, so that values are parsed where they are staged and in parallel.
@@ -6,209 +6,22 @@ the target, so that values are parsed where they are staged and in parallel.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import pyarrow as pa
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.connection import Connection, condition, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, condition, rows
 from airflow_cdc_provider.engine.effects import COUNT, ERASED, MISSING, OLD_KIND, OP, UNCHANGED
-from airflow_cdc_provider.engine.errors import ForeignTable, TargetConflict
+from airflow_cdc_provider.engine.errors import TargetConflict
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
+from airflow_cdc_provider.engine.sinks.postgres_definition import domain_bases
 from airflow_cdc_provider.engine.sinks.postgres_key import TargetKey
-
-_RECORD_TABLES = """
-CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (
-    pipeline text PRIMARY KEY,
-    epoch bigint NOT NULL,
-    owner text NOT NULL,
-    applied_lsn pg_lsn NOT NULL,
-    source jsonb NOT NULL,
-    updated_at timestamptz NOT NULL DEFAULT now()
-);
-CREATE TABLE IF NOT EXISTS airflow_cdc.tables (
-    pipeline text,
-    source_table text,
-    target_schema text NOT NULL,
-    target_table text NOT NULL,
-    definition jsonb NOT NULL,
-    PRIMARY KEY (pipeline, source_table)
-);
-CREATE TABLE IF NOT EXISTS airflow_cdc.chunks (
-    pipeline text,
-    source_table text,
-    chunk int,
-    definition jsonb NOT NULL,
-    keys jsonb,
-    snapshot text,
-    high_lsn pg_lsn,
-    row_count bigint,
-    epoch bigint,
-    finished_at timestamptz,
-    PRIMARY KEY (pipeline, source_table, chunk)
-);
-"""
-
-RECORD_TABLES = ("airflow_cdc.pipelines", "airflow_cdc.tables", "airflow_cdc.chunks")
 
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
 rows read again at the same LSN."""
-
-CHANGELOG_COLUMNS = {
-    "_op": '"char" NOT NULL',
-    "_commit_lsn": "pg_lsn NOT NULL",
-    "_seq": "bigint NOT NULL",
-    "_xid": "bigint",
-    "_commit_ts": "timestamptz",
-    "_before": "jsonb",
-    "_unchanged": "text[]",
-}
-"""Names and types of the columns that a changelog has beside the source's."""
-
-# Their values name objects and roles of one server, or are taken by no input function: elsewhere they are but text.
-_TEXT_ONLY = frozenset(
-    {
-        *("regproc", "regprocedure", "regoper", "regoperator", "regclass", "regcollation", "regconfig"),
-        *("regdictionary", "regnamespace", "regrole", "regtype", "aclitem"),
-        *("gtsvector", "pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list"),
-        *("pg_brin_bloom_summary", "pg_brin_minmax_multi_summary"),
-    }
-)
-
-
-def create_record_tables(connection: Connection) -> None:
-    """Create the tables of the commit record, where they are not there yet.
-
-    ``IF NOT EXISTS`` alone would ask for the privilege to create a schema even when a DBA has created it, and fails
-    when two pipelines begin at once; so they do it one after the other, until their transactions end.
-    """
-    rows(connection, "SELECT pg_advisory_xact_lock(hashtext('airflow_cdc'))")
-    if scalar(connection, "SELECT to_regnamespace('airflow_cdc')") is None:
-        rows(connection, "CREATE SCHEMA airflow_cdc")
-    rows(connection, _RECORD_TABLES)
-
-
-def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
-    """Create a target table, or accept it if it is ours or empty, and record it.
-
-    :raises ForeignTable: when it has rows that are not ours.
-    """
-    table = sql.Identifier(target.schema, target.name)
-    ours = rows(
-        connection,
-        "SELECT 1 FROM airflow_cdc.tables WHERE pipeline = %s AND source_table = %s"
-        " AND target_schema = %s AND target_table = %s",
-        [pipeline, target.table.label, target.schema, target.name],
-    )
-    exists = scalar(connection, "SELECT to_regclass(%s)", [table.as_string(connection)]) is not None
-    if exists and not ours and rows(connection, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(table)):
-        raise ForeignTable(
-            f"the target table {target.schema}.{target.name} exists and has rows that pipeline {pipeline!r}"
-            " did not write",
-            "Empty or drop the table, or give the pipeline another target schema (`sink.schema`).",
-        )
-    if exists and not ours and mode == "mirror" and target.table.key and not _has_key(connection, table, target):
-        raise ForeignTable(
-            f"the target table {target.schema}.{target.name} exists, but has no unique key on"
-            f" ({', '.join(target.table.key)})",
-            "Drop the table, so that it is created as it has to be, or give it that primary key.",
-        )
-    if not exists:
-        schema = sql.Identifier(target.schema)
-        if scalar(connection, "SELECT to_regnamespace(%s)", [schema.as_string(connection)]) is None:
-            rows(connection, sql.SQL("CREATE SCHEMA {}").format(schema))
-        definitions = [_definition(connection, column) for column in target.table.columns]
-        if mode == "changelog":
-            definitions += [
-                sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in CHANGELOG_COLUMNS.items()
-            ]
-        elif target.table.key:
-            key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
-            definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
-        rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
-        if mode == "changelog":
-            allow_null(connection, table)
-    record_target(connection, pipeline, target)
-
-
-def allow_null(connection: Connection, table: sql.Composable) -> None:
-    """Give a changelog the types beneath domains: its deletes and truncates have NULL where a domain may forbid it."""
-    for name, base in _domains(connection, table).items():
-        change = sql.SQL("ALTER TABLE {} ALTER COLUMN {} TYPE {}")
-        rows(connection, change.format(table, sql.Identifier(name), sql.SQL(base)))
-
-
-def record_target(connection: Connection, pipeline: str, target: Target) -> None:
-    """Enter a target table into the commit record, as one of ours."""
-    rows(
-        connection,
-        "INSERT INTO airflow_cdc.tables (pipeline, source_table, target_schema, target_table, definition)"
-        " VALUES (%s, %s, %s, %s, %s) ON CONFLICT (pipeline, source_table) DO NOTHING",
-        [pipeline, target.table.label, target.schema, target.name, json.dumps(target.table.to_dict())],
-    )
-
-
-def _has_key(connection: Connection, table: sql.Composable, target: Target) -> bool:
-    """Whether a unique index, neither partial nor deferrable, stands on exactly the key's columns."""
-    query = (
-        "SELECT 1 FROM pg_index i WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indimmediate"
-        " AND i.indpred IS NULL AND (SELECT array_agg(a.attname::text ORDER BY a.attname)"
-        " FROM unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)"
-        " LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum"
-        " WHERE u.position <= i.indnkeyatts) = %s::text[]"
-    )
-    return bool(rows(connection, query, [table.as_string(connection), sorted(target.table.key)]))
-
-
-@dataclass(frozen=True)
-class ColumnType:
-    """A column's type in the target as SQL, ``bare`` without its collation."""
-
-    bare: str
-    collation: str | None
-
-    @property
-    def full(self) -> str:
-        return self.bare if self.collation is None else f"{self.bare} COLLATE {self.collation}"
-
-
-def column_type(connection: Connection, column: Column) -> ColumnType:
-    """The source's type of a column; text where the target does not know the type, or could not take its values."""
-    if column.builtin:
-        known = column.type.removesuffix("[]") not in _TEXT_ONLY
-    else:
-        known = scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
-    if not known:
-        return ColumnType("text", None)
-    collation = column.collation
-    if collation is not None and scalar(connection, "SELECT to_regcollation(%s)", [collation]) is None:
-        collation = None
-    return ColumnType(column.type, collation)
-
-
-def _definition(connection: Connection, column: Column) -> sql.Composable:
-    return sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(column_type(connection, column).full))
-
-
-def _domains(connection: Connection, table: sql.Composable) -> dict[str, str]:
-    """By the columns of a table whose type is a domain: the type beneath it."""
-    query = (
-        "WITH RECURSIVE bases AS ("
-        " SELECT a.attname::text AS name, t.typbasetype AS type, t.typtypmod AS modifier FROM pg_attribute a"
-        " JOIN pg_type t ON t.oid = a.atttypid AND t.typtype = 'd'"
-        " WHERE a.attrelid = to_regclass(%s) AND NOT a.attisdropped"
-        " UNION ALL SELECT b.name, t.typbasetype, t.typtypmod FROM bases b"
-        " JOIN pg_type t ON t.oid = b.type AND t.typtype = 'd'"
-        ") SELECT b.name, format_type(b.type, b.modifier) FROM bases b JOIN pg_type t ON t.oid = b.type"
-        " WHERE t.typtype <> 'd'"
-    )
-    return dict(rows(connection, query, [table.as_string(connection)]))
 
 
 class TableStatements:
@@ -329,7 +142,7 @@ class TableStatements:
 
         A domain may forbid the NULL that stands where a row is erased or a value was not sent.
         """
-        domains = _domains(self._connection, self._table)
+        domains = domain_bases(self._connection, self._table)
         names = [column.name for column in self._target.table.columns]
         return [
             sql.SQL("t.{}::{}").format(quoted, sql.SQL(domains[name]))
