@@ -100,3 +100,18 @@ def test_a_giant_transaction(pipeline: PipelineUnderTest, case: str) -> None:
     query = "SELECT count(*), md5(string_agg(md5(t::text), '' ORDER BY id)) FROM public.t t"
     assert pipeline.target_rows(query) == pipeline.source_rows(query)
     assert {kind: peak for kind, peak in sampled.peaks.items() if peak > BOUNDS[kind]} == {}
+
+
+def test_a_value_that_the_heap_cannot_hold_ends_the_job(pipeline: PipelineUnderTest) -> None:
+    """It does not hang in a JVM that has lost threads, and goes on from where it was with more memory."""
+    conf = pipeline.document["spark"]["conf"]
+    pipeline.change(spark={"conf": {**conf, "spark.driver.memory": "480m"}})
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source("INSERT INTO public.t SELECT 1, repeat(md5('1'), 150 << 15)")
+    error = pipeline.json("stream", "--until", "caught-up", code=1)["error"]
+    assert error["kind"] == "SparkLost"
+    pipeline.change(spark={"conf": {**conf, "spark.driver.memory": "3g"}})
+    pipeline.run("stream", "--until", "caught-up")
+    query = "SELECT id, length(v), md5(v) FROM public.t"
+    assert pipeline.target_rows(query) == pipeline.source_rows(query) != []

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Retry, SlotBudgetExceeded
+from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Retry, SlotBudgetExceeded, SparkLost
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.restart import Attempt, Failure
 from airflow_cdc_provider.engine.run import Run, rejoin
@@ -57,7 +57,7 @@ def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | N
             error = e
         except DRIVER_ERRORS as e:
             error = driver_failure(e, run.part)
-        if error.retry is not Retry.RETRY:
+        if error.retry is not Retry.RETRY or isinstance(error, SparkLost):  # a session does not come back
             raise error
         if run.stopping:
             break

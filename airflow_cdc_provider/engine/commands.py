@@ -125,7 +125,7 @@ def snapshot(
     :param epoch: of the run that this is a part of; ``None`` for a run of its own.
     :param group: ``(i, n)``: work on the chunks of the i-th of n groups, from 0.
     """
-    from airflow_cdc_provider.engine.session import spark_session
+    from airflow_cdc_provider.engine.session import outliving, spark_session
     from airflow_cdc_provider.engine.snapshot import SnapshotProgress, choose_chunks, copy_chunks
 
     with run_part(pipeline, f"snapshot-{group[0]}", epoch, takeover) as (run, record):
@@ -145,7 +145,8 @@ def snapshot(
                 run.progress = _rate(asdict(done), done.rows)
                 report("snapshot", run.progress)
 
-            copy_chunks(spark, run, record, choose_chunks(record, *group), tell)
+            with outliving(spark):
+                copy_chunks(spark, run, record, choose_chunks(record, *group), tell)
 
         with spark_session(pipeline, "snapshot") as spark:
             keep_trying(run, record, attempt)
@@ -166,7 +167,7 @@ def stream(
     :param until: ``stopped``, ``caught-up`` (everything committed before this command began, and H, is durable in the
         sink) or ``lsn:X/Y``.
     """
-    from airflow_cdc_provider.engine.session import spark_session
+    from airflow_cdc_provider.engine.session import outliving, spark_session
     from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
 
     wanted = _until(until)
@@ -193,7 +194,8 @@ def stream(
                 run.progress = _rate(values | {"seconds": done.seconds}, done.changes)
                 report("stream", run.progress)
 
-            StreamJob(spark, run, record, tell).follow(target)
+            with outliving(spark):
+                StreamJob(spark, run, record, tell).follow(target)
 
         with spark_session(pipeline, "stream") as spark:
             keep_trying(run, record, attempt)

@@ -118,6 +118,12 @@ class SparkUnusable(CdcError):
     """Spark cannot be started, or its executors lack what the engine needs."""
 
 
+class SparkLost(CdcError):
+    """Spark's JVM ended in the middle of the work, for want of memory or killed; what was committed stays."""
+
+    retry = Retry.RETRY
+
+
 class ProtocolError(CdcError):
     """The server sent bytes that the pgoutput protocol does not allow."""
 

@@ -7,6 +7,7 @@ that the engine needs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,12 +19,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from zipimport import zipimporter
 
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark import SparkContext, SparkFiles
 from pyspark.sql import SparkSession
 
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable
+
+# A JVM that has run out of memory loses any of its threads and may hang for ever; one that is killed is noticed. (The
+# flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
+_END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
 
 _DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
@@ -36,6 +42,8 @@ _DEFAULTS = {
     # A second attempt beside the first would only be refused by the sink.
     "spark.speculation": "false",
     "spark.python.worker.faulthandler.enabled": "true",
+    "spark.driver.defaultJavaOptions": _END_WITHOUT_MEMORY,
+    "spark.executor.defaultJavaOptions": _END_WITHOUT_MEMORY,
 }
 
 _LIBRARIES = ("adbc_driver_postgresql", "numpy", "pandas", "psycopg", "psycopg2", "pyarrow", "fsspec", "yaml")
@@ -74,7 +82,35 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
             _ship_engine(spark.sparkContext, Path(directory))
             yield spark
     finally:
-        spark.stop()
+        with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
+            spark.stop()
+
+
+@contextmanager
+def outliving(spark: SparkSession) -> Iterator[None]:
+    """Do work with a session, and tell errors by their cause when they come from the end of its JVM.
+
+    :raises SparkLost: when the JVM has ended.
+    """
+    try:
+        yield
+    except Exception as e:
+        if _answers(spark):
+            raise
+        raise SparkLost(
+            "Spark's JVM has ended in the middle of the work",
+            "If its last words in the log are of memory, raise spark.driver.memory: it needs about ten times the"
+            " largest row. Then start again: what has been committed stays.",
+        ) from e
+
+
+def _answers(spark: SparkSession) -> bool:
+    """Whether the JVM of a session is alive."""
+    try:
+        spark.sparkContext._jvm.System.nanoTime()  # type: ignore[union-attr]
+    except (Py4JError, OSError):
+        return False
+    return True
 
 
 def _ship_engine(context: SparkContext, directory: Path) -> None:
