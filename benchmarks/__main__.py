@@ -1,6 +1,7 @@
 """``python -m benchmarks``: measure, check, and print one table.
 
-Exit codes: 0 when all cases ended with the right rows, 1 when one did not.
+Exit codes: 0 when all cases ended with the right rows, 1 when one did not, or when the soak's memory or retained log
+went beyond its bounds.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def _soak(options: argparse.Namespace) -> int:
     if options.json:
         document = {"machine": describe_machine("16", load), **found.as_dict()}
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 0
+    for fault in found.faults:
+        print(f"benchmark failed: {fault}", file=sys.stderr)
+    return 1 if found.faults else 0
 
 
 def _case(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.report import Series, WrongResult, as_json, as_text, check
 from benchmarks.soak import Sample, Soak
 
+MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
 PEERS = {"copy | copy": None, "snapshot": "copy | copy", "pg_recvlogical": None} | dict.fromkeys(
     ("stream-noop", "stream-parquet", "stream-mirror"), "pg_recvlogical"
@@ -67,18 +70,53 @@ def test_the_soak_runs_and_is_right(tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
     done = run("soak", "--seconds", "6", "--rate", "500", "--json", str(file))
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "changes in 6 s; retained log" in done.stdout
+    assert "changes in 6 s; a run of less than 120 s is not judged" in done.stdout
     figures: dict[str, Any] = json.loads(file.read_text())
     assert figures["changes"] > 0
     assert len(figures["samples"]) > 2
     assert all(min(sample["driver"], sample["jvm"], sample["workers"]) > 0 for sample in figures["samples"])
 
 
-def test_growth_is_told_from_noise() -> None:
-    def soak(growth: int) -> Soak:
-        return Soak(300.0, tuple(Sample(5.0 * i, 1000, 0, 100, 700 + growth * i, 200, i) for i in range(60)))
+def soak(growth: int = 0, retained: int = 0, seconds: float = 600.0) -> Soak:
+    """A run of samples five seconds apart: the JVM grows, and so does what the slot retains, by MiB a minute."""
 
-    assert soak(0).memory_flat
-    assert not soak(10).memory_flat
-    assert soak(10).slope("jvm") == pytest.approx(120)
-    assert soak(0).retained_bounded
+    def sample(i: int) -> Sample:
+        noise = 20 * MIB * (i % 3)
+        minutes = i / 12
+        log, jvm = int(retained * minutes * MIB), 600 * MIB + noise + int(growth * minutes * MIB)
+        return Sample(5.0 * i, log, 0, 150 * MIB, jvm, 700 * MIB + noise, i)
+
+    return Soak(seconds, tuple(map(sample, range(int(seconds / 5)))))
+
+
+def test_growth_is_told_from_noise() -> None:
+    assert soak().faults == ()
+    assert "stayed within their bounds" in soak().as_text()
+    assert soak(growth=5).faults == ()
+    (fault,) = soak(growth=20).faults
+    assert soak(growth=20).growth("jvm") == pytest.approx(20 * 5 * MIB, rel=0.05)
+    assert re.fullmatch(r"jvm grew by \d+\.\d MiB over the second half of the run; 7\d\.\d MiB are allowed", fault)
+    assert fault in soak(growth=20).as_text()
+
+
+def test_log_that_is_retained_without_bound_is_a_fault() -> None:
+    grown, peak = soak(retained=10).faults
+    assert grown.startswith("retained grew by 49")
+    assert peak == "the slot retained up to 99.2 MiB; 4 batches of 16 MiB are allowed"
+
+
+def test_a_short_soak_is_not_judged() -> None:
+    assert soak(growth=500, seconds=60.0).faults == ()
+    assert "is not judged" in soak(seconds=60.0).as_text()
+
+
+def test_the_soak_fails_beyond_its_bounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "soak.json"
+    monkeypatch.setattr("benchmarks.soak.measure", lambda seconds, rate: soak(growth=20))
+    assert main(["soak", "--json", str(file)]) == 1
+    assert "benchmark failed: jvm grew by" in capsys.readouterr().err
+    assert len(json.loads(file.read_text())["faults"]) == 1
+    monkeypatch.setattr("benchmarks.soak.measure", lambda seconds, rate: soak())
+    assert main(["soak"]) == 0
