@@ -99,7 +99,7 @@ def outliving(spark: SparkSession) -> Iterator[None]:
             raise
         raise SparkLost(
             "Spark's JVM has ended in the middle of the work",
-            "If its last words in the log are of memory, raise spark.driver.memory: it needs about ten times the"
+            "If its last words in the log are of memory, raise spark.driver.memory: it needs about twenty times the"
             " largest row. Then start again: what has been committed stays.",
         ) from e
 
