@@ -1,0 +1,98 @@
+"""Outages of either server in the middle of a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from airflow_cdc_provider.engine import reading
+from airflow_cdc_provider.engine.attempts import keep_trying
+from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.run import Run, run_part
+from airflow_cdc_provider.engine.sinks.base import Record
+from tests.outages.conftest import Pair
+from tests.outages.scene import (
+    Case,
+    Scene,
+    assert_equal,
+    frozen,
+    halted,
+    stopped,
+)
+from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def backend_gone(scene: Scene) -> Iterator[None]:
+    execute(
+        scene.pair.source.dsn(),
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'airflow-cdc read'",
+    )
+    yield
+
+
+@contextmanager
+def sink_gone(scene: Scene) -> Iterator[None]:
+    execute(
+        scene.pair.target.dsn(),
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'airflow-cdc sink%'",
+    )
+    yield
+
+
+SNAPSHOT_CASES = {
+    "the source crashes": Case(stopped("source", "immediate"), "airflow-cdc|connection|terminat"),
+    "the target crashes": Case(stopped("target", "immediate"), "connection"),
+    "a reader is ended": Case(backend_gone, "terminating connection|no COPY in progress|server closed"),
+    "a writer is ended": Case(sink_gone, "terminating connection|server closed|already closed"),
+    "half-open connections to the source": Case(
+        frozen, "given no answer for 2 seconds, and the server does not", "source"
+    ),
+    "half-open connections to the target": Case(frozen, "server closed the connection|already closed", "target"),
+    "the source hangs": Case(halted("source"), "given no answer for 2 seconds, and the server does not answer"),
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("title", SNAPSHOT_CASES)
+def test_the_snapshot_survives(
+    pair: Pair, make: Callable[..., PipelineUnderTest], monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
+    """The outage comes when the second chunk is about to be read; the first one stays as it is."""
+    case = SNAPSHOT_CASES[title]
+    pipeline = make(through=case.through)
+    pipeline.provision()
+    errors: list[CdcError] = []
+    chunks = itertools.count()
+
+    def attempt(run: Run, record: Record) -> None:
+        for chunk in record.unfinished:
+            result = copy_chunk_of(run.pipeline, chunk, run.epoch)
+            if isinstance(result, CdcError):
+                errors.append(result)
+                raise result
+
+    with contextlib.ExitStack() as outage, run_part(pipeline.pipeline, "snapshot-0", None) as (run, record):
+        scene = Scene(pair, pipeline, None, monkeypatch)  # type: ignore[arg-type]
+
+        def strike(name: str) -> None:
+            if name == "before-chunk-read" and next(chunks) == 1:
+                outage.enter_context(case.outage(scene))
+
+        monkeypatch.setattr(reading, "failpoint", strike)
+        monkeypatch.setattr(Run, "wait", lambda run, seconds: outage.close())
+        first = pipeline.finished_chunks()
+        keep_trying(run, record, lambda record: attempt(run, record))
+    assert first == {}
+    assert 1 <= len(errors) <= 4
+    assert re.search(case.pattern, errors[0].message)
+    assert not pipeline.record.unfinished
+    pipeline.apply()
+    assert_equal(pipeline)
