@@ -39,7 +39,7 @@ from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
 from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.source import SlotStreamReader
-from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
 from tests.conftest import Databases
 
 COMMAND = Path(sys.executable).with_name("airflow-cdc")
@@ -414,9 +414,11 @@ def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None
         follow_log(run, record, until)
 
 
-def follow_log(run: Run, record: Record, until: int | None) -> None:
+def follow_log(
+    run: Run, record: Record, until: int | None, report: Callable[[StreamProgress], None] = lambda progress: None
+) -> None:
     """One attempt of the stream job; with ``until`` ``None`` it goes on until the run is asked to stop."""
-    job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
+    job = StreamJob(None, run, record, report)  # type: ignore[arg-type]
     reader = SlotStreamReader(job._source_options())
     try:
         with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:

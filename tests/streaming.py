@@ -11,6 +11,7 @@ from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.run import Run, run_part
 from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.stream import StreamProgress
 from tests.pipelines import PipelineUnderTest, follow_log
 
 SECONDS = 90.0
@@ -24,6 +25,7 @@ class Streaming(threading.Thread):
         self._pipeline = pipeline.pipeline
         self.run_: Run | None = None
         self.attempts = 0
+        self.waiting: str | None = None
         self.failure: BaseException | None = None
         self.start()
 
@@ -38,7 +40,10 @@ class Streaming(threading.Thread):
     def _attempt(self, record: Record) -> None:
         self.attempts += 1
         assert self.run_ is not None
-        follow_log(self.run_, record, None)
+        follow_log(self.run_, record, None, self._report)
+
+    def _report(self, progress: StreamProgress) -> None:
+        self.waiting = progress.waiting
 
     @property
     def restart(self) -> dict[str, Any] | None:

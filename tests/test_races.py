@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.snapshot import copy_chunk
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, chunk_task, copy_chunk_of, execute, query_rows, transaction
+from tests.standby import WITHOUT_STANDBY, commits_that_wait
 
 SECONDS = 60.0
 # Long enough, and hard enough to compress, to be stored out of line, so that updates do not send it.
@@ -83,30 +83,7 @@ def await_waiting(dsn: str, condition: str) -> None:
 @pytest.fixture
 def standby_source(make_server: ServerMaker) -> PostgresServer:
     """A source whose synchronous standby does not exist: who wants to wait for it, waits."""
-    return make_server(settings={"synchronous_standby_names": "nobody", "synchronous_commit": "local"})
-
-
-@contextmanager
-def commits_that_wait(server: PostgresServer, *statements: str) -> Iterator[Callable[[], None]]:
-    """Sessions whose commits wait for the standby, one a statement; gives the function that lets them go."""
-
-    def commit(statement: str) -> None:
-        with psycopg.connect(server.dsn(), options="-c synchronous_commit=on") as connection:
-            connection.execute(statement.encode())
-
-    def release() -> None:
-        execute(server.dsn(), "ALTER SYSTEM SET synchronous_standby_names = ''", "SELECT pg_reload_conf()")
-        for future in waiting:
-            future.result(SECONDS)
-
-    with ThreadPoolExecutor(len(statements)) as pool:
-        waiting = [pool.submit(commit, statement) for statement in statements]
-        try:
-            query = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
-            assert await_condition(lambda: query_rows(server.dsn(), query) == [(len(statements),)], SECONDS)
-            yield release
-        finally:
-            release()
+    return make_server(settings=WITHOUT_STANDBY)
 
 
 def test_a_commit_that_is_visible_only_after_the_chunk_was_read(

@@ -194,6 +194,8 @@ def _status(result: dict[str, Any]) -> str:
         lines = [f"pipeline {result['pipeline']}: {result['state']}"]
     if result["restart"]:
         lines.append(f"restart  {_restart(result['restart'])}")
+    if result["waiting"]:
+        lines.append(f"waiting  {result['waiting']}")
     lines += [f"{server:8} {message}" for server, message in result["unreachable"].items()]
     if result["applied_lsn"]:
         behind = result["lag_bytes"] is not None

@@ -14,6 +14,7 @@ from typing import Any
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import provisioning, reread, slot
 from airflow_cdc_provider.engine.attempts import keep_trying
+from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
@@ -192,6 +193,8 @@ def stream(
                 done = before.plus(progress)
                 values = {"applied_lsn": format_lsn(done.applied), "changes": done.changes}
                 run.progress = _rate(values | {"seconds": done.seconds}, done.changes)
+                if done.waiting:
+                    run.progress["waiting"] = done.waiting
                 report("stream", run.progress)
 
             with outliving(spark):
@@ -292,6 +295,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         "tables": _tables(record) if record else [],
         "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
         "restart": restart,
+        "waiting": next((beat.progress["waiting"] for beat in beats if "waiting" in beat.progress), None),
         "unreachable": {server: e.message for server, e in unreachable.items()},
         "last_error": error,
     }
@@ -396,7 +400,8 @@ def resnapshot(
         name = reread.request(pipeline, list(tables), where)
         return {"requested": name, "rows": None}
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
-        rows = sum(reread.read_again(run, record, label, where) for label in tables)
+        barriers = Barriers(PATIENCE_SECONDS)
+        rows = sum(reread.read_again(run, record, label, barriers, where) for label in tables)
     return {"requested": None, "rows": rows}
 
 

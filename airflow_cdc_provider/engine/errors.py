@@ -102,6 +102,10 @@ class Blocked(CdcError):
     retry = Retry.RETRY
 
 
+class OlderTransactions(Blocked):
+    """A table cannot be read again before transactions of the source have ended; they are named."""
+
+
 class StreamFailed(CdcError):
     """The replication stream or a Spark job broke; going on from the last commit is safe."""
 

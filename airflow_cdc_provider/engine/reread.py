@@ -21,6 +21,7 @@ import numpy.typing as npt
 import psycopg2
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine.barriers import Barriers, require_visible
 from airflow_cdc_provider.engine.capture import find
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import keys_condition, read_query, text_of
@@ -42,12 +43,9 @@ from airflow_cdc_provider.engine.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, plan_read
 from airflow_cdc_provider.engine.run import Run, existing_record, record_error, require_epoch
 from airflow_cdc_provider.engine.sinks.base import Record, Target
-from airflow_cdc_provider.engine.slot import barrier, visible_in_current, wait_until
 from airflow_cdc_provider.engine.state import State
 
 _REQUESTS = "requests"
-_VISIBLE_SECONDS = 60.0
-_BARRIER_SECONDS = 5.0
 _DEFINITIONS = 5
 
 
@@ -65,13 +63,15 @@ def request(pipeline: Pipeline, tables: list[str], where: str | None) -> str:
     return name
 
 
-def take_requests(run: Run, record: Record) -> bool:
-    """Carry out the requests that have been left; true if anything has been read again.
+def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, str | None]:
+    """Carry out the requests that have been left.
 
     What older transactions keep from being read stays requested. What cannot be read is given up, and said in the
     state: the stream must not die of it again and again.
+
+    :returns: whether anything has been read again, and what requests wait for.
     """
-    done = False
+    done, waiting = False, None
     for name in run.state.names(_REQUESTS):
         wanted = run.state.read(name)
         blocked = []
@@ -79,9 +79,10 @@ def take_requests(run: Run, record: Record) -> bool:
             run.capture(tuple(map(TableRule.from_dict, wanted["rules"])))
         for label in wanted["tables"] if wanted else ():
             try:
-                read_again(run, record, label, wanted["where"] if wanted else None)
+                read_again(run, record, label, barriers, wanted["where"] if wanted else None)
                 record, done = existing_record(run.pipeline), True
-            except (Blocked, SchemaChanged):
+            except (Blocked, SchemaChanged) as e:
+                waiting = e.message
                 blocked.append(label)
             except DRIVER_ERRORS as e:
                 record_error(run.state, driver_failure(e, f"reading {label} again"))
@@ -91,7 +92,7 @@ def take_requests(run: Run, record: Record) -> bool:
             run.state.write(name, wanted | {"tables": blocked})
         else:
             run.state.remove(name)
-    return done
+    return done, waiting
 
 
 def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> None:
@@ -120,32 +121,33 @@ def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> 
         ) from e
 
 
-def read_again(run: Run, record: Record, label: str, where: str | None = None) -> int:
+def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: str | None = None) -> int:
     """Read a table again, or those of its rows that match a condition on either side, and commit them as a unit.
 
+    :param barriers: of the job's re-reads.
     :returns: rows written.
-    :raises Blocked: when transactions older than the stream's position do not end.
+    :raises OlderTransactions: as long as transactions are open that are older than the stream's position.
     :raises ConfigError: when neither the pipeline nor its file has such a table, or it cannot be captured.
     :raises CannotFollow: when the target table does not let itself be changed as the source table was.
     :raises SchemaChanged: when the table is defined otherwise than recorded, and not all of it is to be read.
     """
     if where is None:
-        return adopt(run, label)
+        return adopt(run, label, barriers)
     target = target_of(record, label)
-    with connected(run.pipeline.source.dsn) as source:
-        # Everything that the stream has passed has an id below the barrier's.
-        barrier(source, _BARRIER_SECONDS)
-        keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
-        query = _keys_query(target.table, keys)
-        read = plan_read(source, run.pipeline.source.dsn, target.table, query, int(record.identity["timeline"]))
-    reader = SnapshotReader(read)
-    try:
-        return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish, target)
-    finally:
-        reader.close()
+    with barriers.reading(label):
+        with connected(run.pipeline.source.dsn) as source:
+            barriers.put_up(source, label)
+            keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
+            query = _keys_query(target.table, keys)
+            read = plan_read(source, run.pipeline.source.dsn, target.table, query, int(record.identity["timeline"]))
+        reader = SnapshotReader(read)
+        try:
+            return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish, target)
+        finally:
+            reader.close()
 
 
-def adopt(run: Run, label: str) -> int:
+def adopt(run: Run, label: str, barriers: Barriers) -> int:
     """Take a table as it is defined now: publish it, read it whole, and commit rows and definition as a unit.
 
     Every change in an older format is seen by the read, and filtered from then on.
@@ -153,6 +155,14 @@ def adopt(run: Run, label: str) -> int:
     :returns: rows written.
     :raises CdcError: as :func:`read_again`.
     """
+    with barriers.reading(label):
+        if barriers.pending(label):
+            with connected(run.pipeline.source.dsn) as source:
+                barriers.look(source, label)  # before all that it would cost to get there
+        return _adopt(run, label, barriers)
+
+
+def _adopt(run: Run, label: str, barriers: Barriers) -> int:
     pipeline = run.pipeline
     for _ in range(_DEFINITIONS):
         record = existing_record(pipeline)
@@ -165,8 +175,7 @@ def adopt(run: Run, label: str) -> int:
             # changed, nothing goes on until the table has been read.
             known = {entry_key(leaf) for leaf in before.table.leaves} if before is not None else set[str]()
             _note(run, record, {key: entry for key, entry in published.items() if key not in known})
-            # Everything that the stream has passed, or will not bring, has an id below the barrier's.
-            barrier(source, _BARRIER_SECONDS)
+            barriers.put_up(source, label, published)
             timeline = int(record.identity["timeline"])
             read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), timeline)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
@@ -206,20 +215,19 @@ def _note(run: Run, record: Record, published: Mapping[str, str]) -> None:
 
 
 def read_keys_again(
-    run: Run, record: Record, keys: Mapping[str, frozenset[tuple[str, ...]]], xids: npt.NDArray[np.uint32]
+    run: Run,
+    record: Record,
+    keys: Mapping[str, frozenset[tuple[str, ...]]],
+    xids: npt.NDArray[np.uint32],
+    barriers: Barriers,
 ) -> None:
     """Read rows again whose values the unit at hand lacks, in a snapshot that sees all its transactions.
 
     :param xids: the unit's transactions.
-    :raises Blocked: when they do not become visible.
+    :raises OlderTransactions: as long as they are not visible.
     """
     with connected(run.pipeline.source.dsn) as source:
-        if not wait_until(lambda: bool(visible_in_current(source).visible(xids).all()), _VISIBLE_SECONDS):
-            raise Blocked(
-                f"rows of {', '.join(sorted(keys))} have to be read again, but transactions that the stream has"
-                f" delivered have not become visible at the source for {_VISIBLE_SECONDS:g} seconds",
-                "They probably wait for a synchronous standby: bring it back, or change synchronous_standby_names.",
-            )
+        require_visible(source, ", ".join(sorted(keys)), xids)
         reads = {
             label: plan_read(
                 source,
@@ -236,7 +244,7 @@ def read_keys_again(
         try:
             run.sink.replace(run.epoch, target, members, reader.batches(), reader.finish, target)
         except SchemaChanged:
-            adopt(run, label)
+            adopt(run, label, barriers)
         finally:
             reader.close()
 

@@ -8,7 +8,7 @@ chunk does not see, the stream delivers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -170,24 +170,35 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
     return True
 
 
-def _blocked(connection: Connection, what: str, timeout: float) -> Blocked:
+def blockers(connection: Connection, xids: Collection[int] | None = None) -> str:
+    """Name the sessions and prepared transactions that have transaction ids.
+
+    :param xids: only those with these ids, 32 or 64 bits; ``None`` for all.
+    """
+    chosen = {"xids": None if xids is None else [xid & 0xFFFFFFFF for xid in xids]}
+    among = "(%(xids)s::bigint[] IS NULL OR {}::text::bigint = ANY (%(xids)s::bigint[]))"
     # Whether a session has a transaction id, only pg_monitor may see in pg_stat_activity; the lock on it everybody may.
     sessions = rows(
         connection,
-        "SELECT format('session %s of %s (%s, transaction open since %s)', pid, coalesce(usename, '?'),"
+        "SELECT format('session %%s of %%s (%%s, transaction open since %%s)', pid, coalesce(usename, '?'),"
         " coalesce(wait_event, state, 'its state is shown to members of pg_monitor'),"
         " coalesce(date_trunc('second', xact_start)::text, '?')) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
-        " AND pid IN (SELECT pid FROM pg_locks WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted)"
-        " ORDER BY xact_start",
+        " AND pid IN (SELECT pid FROM pg_locks WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted"
+        f" AND {among.format('transactionid')}) ORDER BY xact_start",
+        chosen,
     )
     prepared = rows(
         connection,
-        "SELECT format('prepared transaction %L of %s since %s', gid, owner, date_trunc('second', prepared))"
-        " FROM pg_prepared_xacts ORDER BY prepared",
+        "SELECT format('prepared transaction %%L of %%s since %%s', gid, owner, date_trunc('second', prepared))"
+        f" FROM pg_prepared_xacts WHERE {among.format('transaction')} ORDER BY prepared",
+        chosen,
     )
-    names = "; ".join(name for (name,) in sessions + prepared) or "none that this role can see"
+    return "; ".join(name for (name,) in sessions + prepared) or "none that this role can see"
+
+
+def _blocked(connection: Connection, what: str, timeout: float) -> Blocked:
     return Blocked(
-        f"{what} took longer than {timeout:g} seconds; it waits for: {names}",
+        f"{what} took longer than {timeout:g} seconds; it waits for: {blockers(connection)}",
         "End these transactions (COMMIT or ROLLBACK PREPARED for prepared ones; a session that waits in SyncRep needs"
         " its standby), then try again.",
     )

@@ -17,6 +17,7 @@ from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untype
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.connection import connected, describe
 from airflow_cdc_provider.engine.drift import look
@@ -26,6 +27,7 @@ from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotRea
 from airflow_cdc_provider.engine.reread import adopt, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
+from airflow_cdc_provider.engine.slot import WAIT_SECONDS
 
 _POLL_SECONDS = 1.0
 
@@ -147,7 +149,7 @@ def readopt(run: Run, target: Target) -> int:
         verdict = decide(recorded.table, look(source, run.pipeline, [recorded])[label])
     if isinstance(verdict, Refuse):
         raise CannotFollow(verdict.message, verdict.solution)
-    return adopt(run, label)
+    return adopt(run, label, Barriers(WAIT_SECONDS))
 
 
 def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:

@@ -41,15 +41,19 @@ class StreamProgress:
     :param applied: LSN durable in the sink.
     :param changes: row changes committed by this job.
     :param seconds: time spent in batches that held changes.
+    :param waiting: see :attr:`.Units.waiting`.
     """
 
     applied: int
     changes: int
     seconds: float
+    waiting: str | None = None
 
     def plus(self, further: StreamProgress) -> StreamProgress:
         """The progress after a further attempt, which begins where this one ended."""
-        return StreamProgress(further.applied, self.changes + further.changes, self.seconds + further.seconds)
+        return StreamProgress(
+            further.applied, self.changes + further.changes, self.seconds + further.seconds, further.waiting
+        )
 
 
 class StreamJob:
@@ -106,7 +110,7 @@ class StreamJob:
         return self._progress()
 
     def _progress(self) -> StreamProgress:
-        return StreamProgress(self._units.applied, self._units.changes, self._units.seconds)
+        return StreamProgress(self._units.applied, self._units.changes, self._units.seconds, self._units.waiting)
 
     def _source_options(self) -> SourceOptions:
         pipeline = self._pipeline
@@ -176,6 +180,7 @@ class StreamJob:
 
     def _stop(self, query: StreamingQuery) -> None:
         """Stop between two units: a batch that has begun ends, one that begins now is turned away."""
+        self._units.halted = True
         with self._unit:
             self._stopped = True
         query.stop()

@@ -14,23 +14,26 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 from pyspark.sql import DataFrame
 
+from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.drift import catalog_state, drifted, look
-from airflow_cdc_provider.engine.errors import Blocked, CannotFollow, CdcError, StreamFailed
+from airflow_cdc_provider.engine.errors import Blocked, CannotFollow, CdcError, OlderTransactions, StreamFailed
 from airflow_cdc_provider.engine.evolution import Follow, Misfit, Refuse, Unchanged, Verdict, decide
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.reread import adopt, read_again, read_keys_again, take_requests, target_of
-from airflow_cdc_provider.engine.run import Run, existing_record
+from airflow_cdc_provider.engine.reread import adopt, read_keys_again, take_requests, target_of
+from airflow_cdc_provider.engine.run import Run, existing_record, require_epoch
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stage import END, Stage, open_filters
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 _STAGINGS = 5
 # A change of schema is followed, and if the log then shows that there was more to it, the table is read again.
 _MEETINGS = 3
+_LOOK_SECONDS = 1.0
 
 
 class _RelationChanged(Exception):
@@ -78,6 +82,8 @@ class Units:
     :ivar changes: row changes committed.
     :ivar seconds: time spent in units that held changes.
     :ivar refusal: why the stream cannot go on beyond what is applied, ``None`` while it can.
+    :ivar waiting: what older transactions hold up: re-reads that the stream leaves for later, or the unit at hand.
+    :ivar halted: set from outside to end a wait.
     """
 
     def __init__(self, run: Run, record: Record) -> None:
@@ -86,6 +92,9 @@ class Units:
         self.changes = 0
         self.seconds = 0.0
         self.refusal: CannotFollow | None = None
+        self.waiting: str | None = None
+        self.halted = False
+        self._barriers = Barriers()
         self._run = run
         self._parts: list[StagedPiece] = []
         self._since = 0
@@ -122,8 +131,7 @@ class Units:
         :param batch: Spark's number of the batch, for names only.
         :raises CdcError: when it cannot be brought in; nothing beyond ``applied`` is in the sink then.
         """
-        if not self._parts:
-            self._take_requests()
+        waiting = self.waiting if self._parts else self._take_requests()
         self._since, met = 0, Counter[tuple[str, int]]()
         while True:
             try:
@@ -138,7 +146,8 @@ class Units:
                     ) from e
                 self._meet(e.misfit, pieces, batch)
         if not self._parts:
-            self._settle()
+            waiting = self._settle() or waiting
+        self._wait_for(waiting)
 
     def _unit(self, pieces: DataFrame, batch: int, before: int | None) -> None:
         """Bring the batch into the sink, or those of its transactions whose commit record lies before an LSN.
@@ -170,6 +179,7 @@ class Units:
             )
         failpoint("before-spark-commit")
         self._parts = []
+        self._barriers.passed(_xids(unit))
         self.applied = max(self.applied, end.lsn)
         changes = sum(piece.changes for piece in unit)
         if changes:
@@ -218,16 +228,29 @@ class Units:
             after = look(source, self._run.pipeline, [target])[misfit.label]
         verdict = decide(target.table, after, misfit.relation)
         if torn and not isinstance(verdict, Refuse):
-            adopt(self._run, misfit.label)  # the next try filters what the parts have been staged for in vain
+            # The next try filters what the parts have been staged for in vain.
+            self._insist(partial(adopt, self._run, misfit.label, self._barriers), misfit.label)
             raise _torn()
-        self._change(target, verdict)
+        self._insist(partial(self._change, target, verdict), misfit.label)
 
-    def _settle(self) -> None:
-        """Follow what the catalog was found to say, once everything from before has been applied."""
+    def _settle(self) -> str | None:
+        """Follow what the catalog was found to say, once everything from before has been applied.
+
+        :returns: what has to be waited for first.
+        """
         drift = self._drift
         if drift is None or self.applied < drift.marker:
-            return
+            return None
+        try:
+            self._settle_now(drift)
+        except Blocked as e:
+            return e.message
+        return None
+
+    def _settle_now(self, drift: _Drift) -> None:
         with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            for label in drift.tables:
+                self._barriers.look(source, label)
             now = drifted(source, self._run.pipeline, self.record.targets)
             if not all(drift.told(label, after) for label, after in now.items()):
                 self._drift = _Drift(now, emit_marker(source, "definition"))
@@ -239,10 +262,7 @@ class Units:
             if isinstance(verdict, Refuse):
                 refused = CannotFollow(verdict.message, verdict.solution)
                 continue
-            try:
-                self._change(target, verdict)
-            except Blocked:
-                return  # by a transaction that has not ended: later
+            self._change(target, verdict)
         self.refusal = refused
         with self._drifting:
             if self._drift is drift:
@@ -258,32 +278,68 @@ class Units:
             if isinstance(verdict, Follow):
                 self._run.sink.redefine(self._run.epoch, target, replace(target, table=verdict.table))
             else:
-                log.warning("Reading %s again: %s", target.table.label, verdict.why)
-                adopt(self._run, target.table.label)
+                self._adopt(target.table.label, verdict.why)
         except RowsNeeded as e:
-            log.warning("Reading %s again: %s", target.table.label, e)
-            adopt(self._run, target.table.label)
+            self._adopt(target.table.label, str(e))
         self.record = existing_record(self._run.pipeline)
+
+    def _adopt(self, label: str, why: str) -> None:
+        if not self._barriers.pending(label):
+            log.warning("Reading %s again: %s", label, why)
+        adopt(self._run, label, self._barriers)
+
+    def _insist(self, read: Callable[[], object], *labels: str) -> None:
+        """Read again what the unit at hand cannot do without, however long older transactions stay open.
+
+        :param labels: the tables.
+        :raises OlderTransactions: when the stream is to end meanwhile.
+        """
+        for label in labels:
+            self._barriers.lift(label)  # one that is up may be older than the unit
+        while True:
+            try:
+                read()
+                break
+            except OlderTransactions as e:
+                self._wait_for(e.message)
+                self._run.wait(_LOOK_SECONDS)
+                if self.halted or self._run.stopping:
+                    raise
+                require_epoch(existing_record(self._run.pipeline), self._run.epoch)
+        self._wait_for(None)
+
+    def _wait_for(self, what: str | None) -> None:
+        if what and not self.waiting:
+            log.warning("%s", what)
+        self.waiting = what
 
     def _commit(self, start: int, end: int, unit: list[StagedPiece]) -> bool:
         """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
         split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
         if split:
             for label in sorted(split):
-                read_again(self._run, self.record, label)
+                self._insist(partial(adopt, self._run, label, self._barriers), label)
         else:
             try:
                 self._run.sink.commit(self._run.epoch, start, end, unit)
                 return True
             except MissingValues as e:
-                xids = np.unique(np.concatenate([np.frombuffer(piece.xids, "<u4") for piece in unit]))
-                read_keys_again(self._run, self.record, e.keys, xids)
+                read = partial(read_keys_again, self._run, self.record, e.keys, _xids(unit), self._barriers)
+                self._insist(read, *e.keys)
         self.record = existing_record(self._run.pipeline)
         return False
 
-    def _take_requests(self) -> None:
-        if take_requests(self._run, self.record):
+    def _take_requests(self) -> str | None:
+        """Take the requests; what they wait for, if they do."""
+        done, waiting = take_requests(self._run, self.record, self._barriers)
+        if done:
             self.record = existing_record(self._run.pipeline)
+        return waiting
+
+
+def _xids(unit: list[StagedPiece]) -> npt.NDArray[np.uint32]:
+    """The transactions of a unit, distinct."""
+    return np.unique(np.concatenate([np.frombuffer(piece.xids, "<u4") for piece in unit]))
 
 
 def _torn() -> StreamFailed:

@@ -13,7 +13,15 @@ from tests.pipelines import Command, Outcome, PipelineUnderTest
 
 _SECONDS = 0.1
 # What may end a job whose processes, servers and connections are cut; all are tried again.
-_RETRYABLE = {"ConnectionFailed", "StreamFailed", "Blocked", "Failpoint", "SecondWriter", "StagingLost"}
+_RETRYABLE = {
+    "ConnectionFailed",
+    "StreamFailed",
+    "Blocked",
+    "OlderTransactions",
+    "Failpoint",
+    "SecondWriter",
+    "StagingLost",
+}
 
 
 class Driver(threading.Thread):

@@ -1,0 +1,198 @@
+"""Transactions that stay open on the source for long: re-reads wait for them, the stream as far as it can does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from airflow_cdc_provider.engine import barriers, commands, reread
+from airflow_cdc_provider.engine.state import State
+from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
+from tests.pipelines import PipelineUnderTest, execute, transaction
+from tests.standby import WITHOUT_STANDBY, commits_that_wait
+from tests.streaming import SECONDS, Streaming
+
+pytestmark = pytest.mark.slow
+
+TABLES = (
+    "CREATE TABLE public.t (id int PRIMARY KEY, a int)",
+    "INSERT INTO public.t SELECT n, n FROM generate_series(1, 20) n",
+    "CREATE TABLE public.other (id int)",
+)
+ELSEWHERE = "INSERT INTO public.other VALUES (1)"
+
+
+def streamed(pipeline: PipelineUnderTest) -> PipelineUnderTest:
+    """Make tables, copy them, and let the stream pass H."""
+    pipeline.source(*TABLES)
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.apply()
+    return pipeline
+
+
+@pytest.fixture
+def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
+    """A pipeline that streams ``public.t``; ``public.other`` is no part of it."""
+    made = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    yield streamed(made)
+    made.end_commands()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each look at older transactions was ready to wait, in seconds."""
+    found: list[float] = []
+    wait_until = barriers.wait_until
+
+    def noted(condition: object, timeout: float) -> bool:
+        found.append(timeout)
+        return wait_until(condition, timeout)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(barriers, "wait_until", noted)
+    return found
+
+
+def pass_units(pipeline: PipelineUnderTest, stream: Streaming, units: int) -> None:
+    """Let the stream bring some units, one after the other, and look at the target after each."""
+    for _ in range(units):
+        pipeline.source("UPDATE public.t SET a = a + 1 WHERE id <= 10")
+        marker = pipeline.marker()
+        stream.until(lambda: pipeline.record.applied >= marker, "the next unit")  # noqa: B023
+        pipeline.assert_equal()
+
+
+def requests(pipeline: PipelineUnderTest) -> list[str]:
+    return State(pipeline.pipeline.state).names("requests")
+
+
+@pytest.mark.parametrize("where", [None, "id > 5"])
+def test_the_stream_goes_on_while_a_request_waits(
+    pipeline: PipelineUnderTest, waits: list[float], where: str | None
+) -> None:
+    high = pipeline.record.high
+    with transaction(pipeline.databases.source, ELSEWHERE, "INSERT INTO public.t VALUES (100, 0)") as session:
+        stream = Streaming(pipeline)
+        reread.request(pipeline.pipeline, ["public.t"], where)
+        pass_units(pipeline, stream, 5)
+        assert requests(pipeline), "it stays requested"
+        assert pipeline.record.high == high
+        assert sum(wait > 0 for wait in waits) == 1, "short transactions are waited for when it is taken, and once"
+        assert waits.count(0.0) >= 4
+        assert stream.waiting is not None
+        assert re.fullmatch(
+            rf"reading public\.t again waits for: session {session.info.backend_pid} of postgres"
+            r" \([^;]+, transaction open since [^;]+\)",
+            stream.waiting,
+        )
+        session.commit()
+    pass_units(pipeline, stream, 2)
+    assert requests(pipeline) == []
+    assert stream.waiting is None
+    stream.end()
+    assert stream.attempts == 1
+    assert len(pipeline.record.chunks) == 1 or where
+
+
+def test_the_stream_goes_on_while_a_change_of_schema_waits(pipeline: PipelineUnderTest, waits: list[float]) -> None:
+    """Rows are computed anew, which no event tells: the catalog does, and the table has to be read again."""
+    with transaction(pipeline.databases.source, ELSEWHERE) as session:
+        pipeline.source("ALTER TABLE public.t ALTER a TYPE int USING a + 1000")
+        stream = Streaming(pipeline)
+        for n in range(5):
+            pipeline.source(f"INSERT INTO public.t VALUES ({1000 + n}, {n})")
+            marker = pipeline.marker()
+            stream.until(lambda: pipeline.record.applied >= marker, "the next unit")  # noqa: B023
+            assert pipeline.target_rows("SELECT count(*), min(a) FROM public.t") == [(21 + n, 0)]
+        assert sum(wait > 0 for wait in waits) == 1
+        session.commit()
+    stream.until(lambda: pipeline.source_rows("SELECT * FROM public.t ORDER BY 1")
+                 == pipeline.target_rows("SELECT * FROM public.t ORDER BY 1"), "the table as it is now")  # fmt: skip
+    stream.end()
+    assert stream.attempts == 1
+
+
+ALTER = ("ALTER TABLE public.t ALTER a TYPE bigint", "INSERT INTO public.t VALUES (200, 5000000000)")
+
+
+def test_a_unit_that_needs_a_re_read_waits_and_fails_not(
+    pipeline: PipelineUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    with transaction(pipeline.databases.source, ELSEWHERE) as session:
+        stream = Streaming(pipeline)
+        pipeline.source("UPDATE public.t SET a = -1", *ALTER)
+        marker = pipeline.marker()
+        message = f"reading public.t again waits for: session {session.info.backend_pid} of postgres"
+        stream.until(lambda: message in caplog.text, "the wait")
+        assert pipeline.target_rows("SELECT DISTINCT a FROM public.t") == [(-1,)], "what comes before is applied"
+        stream.end()  # asked to stop, it does not wait any longer
+        assert stream.attempts == 1
+        stream = Streaming(pipeline)
+        caplog.clear()
+        stream.until(lambda: message in caplog.text, "the wait")
+        session.commit()
+    stream.until(lambda: pipeline.record.applied >= marker, "the end")
+    stream.end()
+    assert stream.attempts == 1
+    pipeline.assert_equal()
+
+
+def test_a_run_that_waits_is_overtaken(pipeline: PipelineUnderTest, caplog: pytest.LogCaptureFixture) -> None:
+    with transaction(pipeline.databases.source, ELSEWHERE):
+        stream = Streaming(pipeline)
+        pipeline.source(*ALTER)
+        stream.until(lambda: "reading public.t again waits for" in caplog.text, "the wait")
+        pipeline.target("UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
+        stream.join(SECONDS)
+    assert type(stream.failure).__name__ == "Fenced"
+
+
+def test_what_the_stream_passes_while_a_request_waits_is_seen_by_the_read(
+    make_server: ServerMaker, tmp_path: Path, databases: Databases
+) -> None:
+    """A commit that waits for a synchronous standby is streamed, and invisible: a read now would take the row back."""
+    server = make_server(settings=WITHOUT_STANDBY)
+    execute(server.dsn(), f"GRANT pg_monitor TO {PIPELINE_ROLE}")  # to be told what sessions wait for
+    pipeline = streamed(PipelineUnderTest(tmp_path, Databases(server.dsn(), databases.target), ["public.t"]))
+    row = "SELECT a FROM public.t WHERE id = 1"
+    with transaction(pipeline.databases.source, ELSEWHERE) as long:
+        stream = Streaming(pipeline)
+        reread.request(pipeline.pipeline, ["public.t"], None)
+        stream.until(lambda: "reading public.t again waits for" in str(stream.waiting), "the wait")
+        with commits_that_wait(server, "UPDATE public.t SET a = 7777 WHERE id = 1") as release:
+            stream.until(lambda: pipeline.target_rows(row) == [(7777,)], "the commit that waits")
+            assert pipeline.source_rows(row) == [(1,)]
+            long.rollback()
+            stream.until(
+                lambda: bool(pipeline.marker()) and "SyncRep" in str(stream.waiting), "the wait for that commit"
+            )
+            assert requests(pipeline)
+            assert pipeline.target_rows(row) == [(7777,)]
+            release()
+    stream.until(lambda: bool(pipeline.marker()) and requests(pipeline) == [], "the read")
+    stream.end()
+    pipeline.assert_equal()
+
+
+@pytest.mark.spark
+def test_the_command_says_what_it_waits_for(pipeline: PipelineUnderTest) -> None:
+    pipeline.change(stream={"restart": {"strategy": "none"}})
+    with transaction(pipeline.databases.source, ELSEWHERE) as session:
+        stream = pipeline.start("stream")
+        pipeline.await_applied(stream)
+        pipeline.source(*ALTER)
+        marker = pipeline.marker()
+        stream.until(lambda: bool(commands.status(pipeline.pipeline)["waiting"]), "the wait")
+        found = commands.status(pipeline.pipeline)
+        assert f"session {session.info.backend_pid} of postgres" in found["waiting"]
+        assert (found["state"], found["restart"], found["last_error"]) == ("streaming", None, None)
+        assert f"\nwaiting  {found['waiting']}\n" in pipeline.run("status").stdout
+        session.commit()
+    stream.until(lambda: pipeline.record.applied >= marker, "the end")
+    stream.until(lambda: commands.status(pipeline.pipeline)["waiting"] is None, "the end of the wait")
+    pipeline.assert_equal()
+    stream.terminate()
+    assert stream.wait().code == 0
