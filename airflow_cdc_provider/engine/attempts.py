@@ -15,14 +15,24 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Retry, SlotBudgetExceeded, SparkLost
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ConnectionFailed,
+    Fenced,
+    Retry,
+    SlotBudgetExceeded,
+    SparkLost,
+)
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.restart import Attempt, Failure
-from airflow_cdc_provider.engine.run import Run, rejoin
+from airflow_cdc_provider.engine.run import Run, rejoin, require_latest
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import drop_slot, read_slot, reader_name
 
 T = TypeVar("T")
+
+_UNREACHABLE: tuple[type[Exception], ...] = (ConnectionFailed, *DRIVER_ERRORS)
+_ANY: tuple[type[Exception], ...] = (CdcError, *DRIVER_ERRORS)
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +48,36 @@ def keep_trying(run: Run, record: Record, attempt: Callable[[Record], T]) -> T |
     try:
         _look_at_slot(run)
         return _attempts(run, record, attempt)
-    except SlotBudgetExceeded:
+    except SlotBudgetExceeded as e:
         if run.pipeline.stream.on_max_retained_wal == "drop-slot":
-            with connected(run.pipeline.source.dsn) as source:
-                slot = run.pipeline.source.slot
-                drop_slot(source, slot, reader_name(run.pipeline.source.dsn, slot))
+            _give_up_slot(run, e)
         raise
+
+
+def _give_up_slot(run: Run, exceeded: SlotBudgetExceeded) -> None:
+    """Drop the slot, unless another run has taken over, to which it belongs.
+
+    :raises Fenced: when another has.
+    :raises SlotBudgetExceeded: saying why, when the slot cannot be dropped.
+    """
+    names = run.pipeline.source
+    try:
+        with contextlib.ExitStack() as fence:
+            try:
+                fence.enter_context(run.sink.fenced(run.epoch))
+            except _UNREACHABLE:
+                # Nobody can take over now. Who has before the sink was lost, beats in the state.
+                require_latest(run.state, run.epoch)
+            with connected(names.dsn) as source:
+                drop_slot(source, names.slot, reader_name(names.dsn, names.slot))
+    except Fenced:
+        raise
+    except _ANY as e:
+        raise SlotBudgetExceeded(
+            f"{exceeded.message}; it could not be dropped: {str(e).strip()}",
+            f"Drop it on the source, SELECT pg_drop_replication_slot('{names.slot}'), or make room there. If it is"
+            " dropped, the repair is `airflow-cdc resnapshot --all`, then stream.",
+        ) from e
 
 
 def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | None:

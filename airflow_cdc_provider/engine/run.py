@@ -112,6 +112,19 @@ def require_epoch(record: Record, epoch: int) -> None:
         )
 
 
+def require_latest(state: State, epoch: int) -> None:
+    """Refuse to go on when a job of a later epoch has left a heartbeat: for when the record cannot be asked.
+
+    :raises Fenced: when another run has taken over.
+    """
+    for beat in read_heartbeats(state):
+        if beat.epoch > epoch:
+            raise Fenced(
+                f"this run has epoch {epoch}, but {beat.owner} works under epoch {beat.epoch}: it has taken over",
+                "Nothing to do if the other run is meant; otherwise start a new run.",
+            )
+
+
 def note_passage(sink: Sink, record: Record, passage: Passage) -> bool:
     """Record how the source has moved on; true if there was anything to record.
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
+import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import attempts, commands
+from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import SlotBudgetExceeded
-from airflow_cdc_provider.engine.slot import read_slot
+from airflow_cdc_provider.engine.errors import CdcError, Fenced, SlotBudgetExceeded
+from airflow_cdc_provider.engine.run import run_part
+from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.slot import drop_slot, read_slot
+from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.outages.conftest import Pair
 from tests.outages.scene import QUICK, SECONDS, applied, copied, marker
 from tests.pipelines import PipelineUnderTest
@@ -50,3 +57,68 @@ def test_the_budget_is_kept_while_the_target_is_down(
     assert "stream.max_retained_wal is 2.0 MiB" in stream.failure.message
     with connected(pair.source.dsn()) as source:
         assert (read_slot(source, slot) is None) == (action == "drop-slot")
+
+
+def beyond_the_budget(pipeline: PipelineUnderTest, before: Callable[[], None]) -> CdcError:
+    """What a job ends with that finds its slot beyond the budget, after something has happened."""
+
+    def attempt(record: Record) -> None:
+        before()
+        raise SlotBudgetExceeded("too much", "Drop it.")
+
+    with pytest.raises(CdcError) as raised, run_part(pipeline.pipeline, "stream", None) as (run, record):
+        keep_trying(run, record, attempt)
+    return raised.value
+
+
+def has_slot(pair: Pair, pipeline: PipelineUnderTest) -> bool:
+    with connected(pair.source.dsn()) as source:
+        return read_slot(source, pipeline.pipeline.source.slot) is not None
+
+
+@pytest.mark.parametrize("sink", ["works", "is down"])
+def test_a_run_that_was_overtaken_leaves_the_slot_alone(
+    pair: Pair, make: Callable[..., PipelineUnderTest], sink: str
+) -> None:
+    pipeline = copied(make(on_max_retained_wal="drop-slot"))
+
+    def overtaken() -> None:
+        if sink == "works":
+            pipeline.target("UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
+        else:
+            beat = Heartbeat(Owner("elsewhere", 1, 1.0), "snapshot-0", 99, time.time(), False, {})
+            write_heartbeat(State(pipeline.pipeline.state), beat)
+            pair.target.stop("immediate")
+
+    assert isinstance(beyond_the_budget(pipeline, overtaken), Fenced)
+    assert has_slot(pair, pipeline)
+
+
+def test_nobody_takes_over_while_the_slot_is_dropped(
+    pair: Pair, make: Callable[..., PipelineUnderTest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = copied(make(on_max_retained_wal="drop-slot"))
+    seen: list[int] = []
+
+    def drop(*arguments: Any) -> None:
+        monkeypatch.undo()
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            pipeline.target("SET lock_timeout = '200ms'; UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
+        seen.append(1)
+        drop_slot(*arguments)
+
+    monkeypatch.setattr(attempts, "drop_slot", drop)
+    assert isinstance(beyond_the_budget(pipeline, lambda: None), SlotBudgetExceeded)
+    assert seen
+    assert not has_slot(pair, pipeline)
+
+
+def test_a_slot_that_cannot_be_dropped(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
+    pipeline = copied(make(on_max_retained_wal="drop-slot"))
+    error = beyond_the_budget(pipeline, lambda: pair.source.stop("immediate"))
+    assert isinstance(error, SlotBudgetExceeded)
+    assert error.message.startswith("too much; it could not be dropped: ")
+    assert "Connection refused" in error.message
+    assert f"pg_drop_replication_slot('{pipeline.pipeline.source.slot}')" in error.solution
+    pair.source.start()
+    assert has_slot(pair, pipeline)

@@ -13,6 +13,7 @@ transactions, or a re-read. Chunks are committed by the task that read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -264,6 +265,12 @@ class Sink(Protocol):
 
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
         """Change values of the record's ``identity``, which tell how the source has moved on.
+
+        :raises Fenced: when the epoch is another's.
+        """
+
+    def fenced(self, epoch: int) -> AbstractContextManager[None]:
+        """Keep others from taking the epoch while something is done beside the sink.
 
         :raises Fenced: when the epoch is another's.
         """

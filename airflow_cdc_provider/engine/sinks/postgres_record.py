@@ -204,6 +204,13 @@ class PostgresRecord:
             query = "UPDATE airflow_cdc.pipelines SET source = source || %s WHERE pipeline = %s"
             rows(connection, query, [json.dumps(values), self.pipeline])
 
+    @contextmanager
+    def fenced(self, epoch: int) -> Iterator[None]:
+        """See :meth:`.base.Sink.fenced`."""
+        with self._transaction() as connection:
+            self._fence(connection, epoch, "FOR SHARE")
+            yield
+
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.base.Sink.missing`."""
         with self._transaction() as connection:
