@@ -188,11 +188,10 @@ class Buffer:
         self._blocks.append(Block(Piece(b"".join(messages), lengths.tobytes(), relations, transaction), end))
         self._end = end
 
-    def cut(self, after: Position, limit: int, until: Position | None = None) -> Position:
+    def cut(self, after: Position, limit: int) -> Position:
         """Choose where the batch that begins at ``after`` ends.
 
         :param limit: bytes that the batch should not exceed; a single block may.
-        :param until: a position of an earlier cut, beyond which not to go.
         :returns: the end of a commit if one lies within the limit; else, when the open transaction exceeds the
             limit, a place inside it; else ``after``.
         """
@@ -203,7 +202,7 @@ class Buffer:
             if block.end <= after:
                 continue
             size += block.size
-            if (size > limit and inside != after) or (until is not None and block.end > until):
+            if size > limit and inside != after:
                 break
             inside = block.end
             if block.end.block == 0:

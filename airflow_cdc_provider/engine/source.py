@@ -30,13 +30,11 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, SupportsTriggerAvailableNow
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxBytes
 from pyspark.sql.types import StructType
 
-from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Position
-from airflow_cdc_provider.engine.connection import connected, scalar
+from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.wal import WalReader
 
 SCHEMA = "start string, end string, index int, piece binary"
@@ -92,14 +90,13 @@ class PiecePartition(InputPartition):
         self.start, self.end, self.index, self.piece = start, end, index, piece
 
 
-class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class SlotStreamReader(DataSourceStreamReader):
     """Spark's view of a slot. Connects on first use: a copy of it is pickled into the read tasks."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._reader: WalReader | None = None
         self._advanced = 0.0
-        self._target: Position | None = None
 
     def _connected(self) -> WalReader:
         if self._reader is None:
@@ -128,24 +125,12 @@ class SlotStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             failpoint("before-acknowledgement")
             reader.committed(after)
             failpoint("after-acknowledgement")
-        if self._target is not None and after >= self._target:
-            return start
-        unlimited = isinstance(limit, ReadAllAvailable)
-        size = 1 << 62 if unlimited else getattr(limit, "max_bytes", options.max_batch_bytes)
-        end = reader.cut(after, size, self._target)
+        end = reader.cut(after, getattr(limit, "max_bytes", options.max_batch_bytes))
         if end == after and time.monotonic() - self._advanced >= options.heartbeat:
             end = reader.idle_position(after)
         if end != after:
             self._advanced = time.monotonic()
         return end.to_json()
-
-    def prepareForTriggerAvailableNow(self) -> None:
-        """Take as target everything that is committed now, up to a marker written for the purpose."""
-        options, reader = self._options, self._connected()
-        with connected(options.dsn, settings={"synchronous_commit": "local"}) as connection:
-            query = "SELECT pg_logical_emit_message(true, %s, 'available-now')::text"
-            marker = parse_lsn(scalar(connection, query, [MESSAGE_PREFIX]))
-        self._target = reader.reach(marker)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Ship the raw messages of ``(start, end]``.

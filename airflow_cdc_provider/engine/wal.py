@@ -78,11 +78,11 @@ class WalReader:
         self._thread = threading.Thread(target=self._run, name="wal-reader", daemon=True)
         self._thread.start()
 
-    def cut(self, after: Position, limit: int, until: Position | None = None) -> Position:
+    def cut(self, after: Position, limit: int) -> Position:
         """See :meth:`Buffer.cut`."""
         with self._changed:
             self._check()
-            return self._buffer.cut(after, limit, until)
+            return self._buffer.cut(after, limit)
 
     def reach(self, lsn: int) -> Position:
         """Wait until the log has been read up to ``lsn`` or the buffer is full; return the last commit that came."""
