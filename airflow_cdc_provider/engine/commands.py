@@ -131,13 +131,14 @@ def snapshot(
 
     with run_part(pipeline, f"snapshot-{group[0]}", epoch, takeover) as (run, record):
         chunks = choose_chunks(record, *group)
+        ours = frozenset(chunks)
         if not chunks:
             return {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
         done = SnapshotProgress(len(chunks), 0, 0, 0.0)
 
         def attempt(record: Record) -> None:
             nonlocal done
-            copied = [c.rows for c in record.chunks if c.chunk in chunks and c.watermark is not None]
+            copied = [c.rows for c in record.chunks if c.chunk in ours and c.watermark is not None]
             before = done = SnapshotProgress(len(chunks), len(copied), sum(copied), done.seconds)
 
             def tell(progress: SnapshotProgress) -> None:

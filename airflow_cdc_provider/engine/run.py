@@ -125,15 +125,16 @@ def require_latest(state: State, epoch: int) -> None:
             )
 
 
-def note_passage(sink: Sink, record: Record, passage: Passage) -> bool:
-    """Record how the source has moved on; true if there was anything to record.
+def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
+    """Record how the source has moved on.
 
+    :returns: what was recorded, as values of the record's ``identity``; empty without news.
     :raises Fenced: when another run has taken over.
     """
     news = passage.news(record)
     if news:
         sink.note_source(record.epoch, news)
-    return bool(news)
+    return news
 
 
 def require_targets(sink: Sink, record: Record) -> None:
@@ -194,7 +195,7 @@ class Run:
             self._stop.set()
         self._beaten = time.monotonic()
 
-    def note(self, record: Record, passage: Passage) -> bool:
+    def note(self, record: Record, passage: Passage) -> dict[str, Any]:
         """Record how the source has moved on, see :func:`note_passage`, under the epoch that this run has."""
         return note_passage(self.sink, replace(record, epoch=self.epoch), passage)
 

@@ -103,17 +103,17 @@ def open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
 
     Those that do not must be left out, since transaction ids can be compared only within 2^31 of each other.
     """
+    if record.high <= applied:
+        return {}
     filters = {}
-    for target in record.targets:
-        read = [
-            (c, c.watermark) for c in record.chunks if c.chunk.table == target.table.label and c.watermark is not None
-        ]
-        ranges = [(c.chunk, watermark) for c, watermark in read if c.keys is None]
-        if not any(watermark.high > applied for _, watermark in ranges):
-            ranges = []
-        reread = {key: watermark.snapshot for c, watermark in read if watermark.high > applied for key in c.keys or ()}
+    for label, read in record.finished.items():
+        still = [(c, watermark) for c, watermark in read if watermark.high > applied]
+        # A key is found in its chunk by the bounds of all.
+        open_ = any(c.keys is None for c, _ in still)
+        ranges = [(c.chunk, watermark) for c, watermark in read if c.keys is None] if open_ else []
+        reread = {key: watermark.snapshot for c, watermark in still for key in c.keys or ()}
         if ranges or reread:
-            filters[target.table.label] = TableFilter(
+            filters[label] = TableFilter(
                 bounds=tuple(chunk.lower for chunk, _ in ranges if chunk.lower is not None),
                 snapshots=tuple(watermark.snapshot for _, watermark in ranges),
                 reread=reread,

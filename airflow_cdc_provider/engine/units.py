@@ -33,7 +33,7 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.reread import adopt, read_keys_again, take_requests, target_of
-from airflow_cdc_provider.engine.run import Run, existing_record, require_epoch
+from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stage import END, Stage, open_filters
@@ -121,8 +121,9 @@ class Units:
 
     def note(self, passage: Passage) -> None:
         """Keep in the record what was seen of the slot, see :meth:`.Run.note`."""
-        if self._run.note(self.record, passage):
-            self.record = existing_record(self._run.pipeline)
+        news = self._run.note(self.record, passage)
+        if news:
+            self.record = replace(self.record, identity={**self.record.identity, **news})
 
     def bring(self, pieces: DataFrame, batch: int) -> None:
         """Bring a batch into the sink: stage it, follow what it says of the schema, commit it if it ends a unit.
@@ -305,7 +306,8 @@ class Units:
                 self._run.wait(_LOOK_SECONDS)
                 if self.halted or self._run.stopping:
                     raise
-                require_epoch(existing_record(self._run.pipeline), self._run.epoch)
+                with self._run.sink.fenced(self._run.epoch):
+                    pass  # still ours
         self._wait_for(None)
 
     def _wait_for(self, what: str | None) -> None:

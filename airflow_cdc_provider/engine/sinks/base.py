@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import pyarrow as pa
@@ -79,7 +80,16 @@ class Record:
     targets: tuple[Target, ...]
     chunks: tuple[ChunkRecord, ...]
 
-    @property
+    @cached_property
+    def finished(self) -> Mapping[str, tuple[tuple[ChunkRecord, Watermark], ...]]:
+        """Chunks and re-reads that have been committed, with what they stand for, by table."""
+        found: dict[str, list[tuple[ChunkRecord, Watermark]]] = {}
+        for each in self.chunks:
+            if each.watermark is not None:
+                found.setdefault(each.chunk.table, []).append((each, each.watermark))
+        return {label: tuple(each) for label, each in found.items()}
+
+    @cached_property
     def high(self) -> int:
         """The highest H of the snapshot; filtering and inconsistency end there."""
         return max((c.watermark.high for c in self.chunks if c.watermark), default=0)
