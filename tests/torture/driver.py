@@ -20,8 +20,11 @@ _RETRYABLE = {
     "OlderTransactions",
     "Failpoint",
     "SecondWriter",
+    "SparkLost",
     "StagingLost",
 }
+# What a job says that was robbed of a process: nothing, or that its JVM has gone before it was up.
+_KILLED = ("exit", "SparkUnusable")
 
 
 class Driver(threading.Thread):
@@ -108,7 +111,7 @@ class Driver(threading.Thread):
         if kind == "done":
             # A run that was stopped in its snapshot has not streamed.
             self._copied |= '"stream": null' not in outcome.stdout
-        elif kind not in _RETRYABLE and not (kind == "Fenced" and rival) and not (killed and kind.startswith("exit")):
+        elif kind not in _RETRYABLE and not (kind == "Fenced" and rival) and not (killed and kind.startswith(_KILLED)):
             self.wrong.append(f"{command.title} ended with {kind}:\n{outcome.stdout[-1500:]}\n{outcome.stderr[-3000:]}")
 
     @staticmethod
