@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections import Counter
 from collections.abc import Iterator
 
 import psycopg
 
 from tests.pipelines import PipelineUnderTest
+from tests.threads import Stoppable
 
 BIG = "(SELECT string_agg(md5({} || '.' || i), '') FROM generate_series(1, 260) i)"
 AUDITED = f"""
@@ -37,43 +37,31 @@ STATEMENTS = (
 )
 
 
-class Writer(threading.Thread):
+class Writer(Stoppable):
     """A session that changes ``public.t`` all the time, in transactions of one to four statements.
 
     :param lane: of the keys that it gives to new rows, so that two writers never want the same.
     """
 
     def __init__(self, dsn: str, lane: int) -> None:
-        super().__init__(name=f"writer {lane}", daemon=True)
+        super().__init__(f"writer {lane}")
         self._dsn = dsn
         self._random = random.Random(lane)
         self._lane = lane
-        self._halt = threading.Event()
         self.transactions = 0
-        self.failure: Exception | None = None
 
-    def run(self) -> None:
+    def work(self) -> None:
         new = 10_000 + self._lane
-        try:
-            with psycopg.connect(self._dsn, autocommit=True) as connection:
-                while not self._halt.wait(self._random.uniform(0.0, 0.03)):
-                    with contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected):
-                        with connection.transaction(force_rollback=self._random.random() < 0.05):
-                            for _ in range(self._random.randint(1, 4)):
-                                new += 2
-                                key, free = self._random.randint(1, 2200), self._random.randint(1, 2200)
-                                values = {"new": new, "id": key, "free": free}
-                                connection.execute(self._random.choice(STATEMENTS), values)
-                        self.transactions += 1
-        except Exception as e:
-            self.failure = e
-
-    def stop(self) -> None:
-        """End after the transaction at hand; raise what has ended it before."""
-        self._halt.set()
-        self.join()
-        if self.failure is not None:
-            raise self.failure
+        with psycopg.connect(self._dsn, autocommit=True) as connection:
+            while not self._halt.wait(self._random.uniform(0.0, 0.03)):
+                with contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected):
+                    with connection.transaction(force_rollback=self._random.random() < 0.05):
+                        for _ in range(self._random.randint(1, 4)):
+                            new += 2
+                            key, free = self._random.randint(1, 2200), self._random.randint(1, 2200)
+                            values = {"new": new, "id": key, "free": free}
+                            connection.execute(self._random.choice(STATEMENTS), values)
+                    self.transactions += 1
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import psutil
 
 from tests.pipelines import Command, Outcome, PipelineUnderTest
+from tests.threads import Stoppable
 
 _SECONDS = 0.1
 # What may end a job whose processes, servers and connections are cut; all are tried again.
@@ -27,17 +28,16 @@ _RETRYABLE = {
 _KILLED = ("exit", "SparkUnusable")
 
 
-class Driver(threading.Thread):
+class Driver(Stoppable):
     """Keeps the pipeline going.
 
     :param say: told of each start and end.
     """
 
     def __init__(self, pipeline: PipelineUnderTest, say: Callable[[str], None]) -> None:
-        super().__init__(name="driver", daemon=True)
+        super().__init__("driver")
         self._pipeline = pipeline
         self._say = say
-        self._halt = threading.Event()
         self._lock = threading.Lock()
         self._command: Command | None = None
         self._copied = False
@@ -53,15 +53,10 @@ class Driver(threading.Thread):
         """What runs at the moment."""
         return self._command
 
-    def run(self) -> None:
+    def work(self) -> None:
         while not self._halt.wait(_SECONDS):
             with self._lock:
                 self._keep_going()
-
-    def stop(self) -> None:
-        """Start nothing any more; the command at hand goes on."""
-        self._halt.set()
-        self.join()
 
     def expect_kill(self) -> None:
         """The command at hand is about to be killed, or robbed of a process."""

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import airflow_cdc_provider
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 from tests.pipelines import PipelineUnderTest
+from tests.threads import Stoppable
 from tests.torture.driver import Driver
 from tests.torture.observer import Observer
 from tests.torture.schema import SPACE, Table
@@ -91,7 +91,7 @@ def schedule(seed: int) -> Iterator[Step]:
         )
 
 
-class Nemesis(threading.Thread):
+class Nemesis(Stoppable):
     """Carries out the schedule, until stopped.
 
     :param say: told of each step.
@@ -108,35 +108,23 @@ class Nemesis(threading.Thread):
         tables: list[Table],
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(name="nemesis", daemon=True)
+        super().__init__("nemesis")
         self._steps = steps
         self._servers = {"source": source, "target": target}
         self._pipeline, self._driver, self._observer = pipeline, driver, observer
         self._tables = tables
         self._say = say
-        self._halt = threading.Event()
         self.done = Counter[str]()
         self.wrong: list[str] = []
-        self.failure: Exception | None = None
 
-    def run(self) -> None:
-        try:
-            for step in self._steps:
-                self._await(step)
-                if self._halt.is_set():
-                    return
-                self._say(f"nemesis: {step.action} ({step.marks} marks, {step.delay:g} s, {step.seconds:g} s)")
-                self._act(step)
-                self.done[step.action] += 1
-        except Exception as e:
-            self.failure = e
-
-    def stop(self) -> None:
-        """End after the step at hand; raise what has ended it before."""
-        self._halt.set()
-        self.join()
-        if self.failure is not None:
-            raise self.failure
+    def work(self) -> None:
+        for step in self._steps:
+            self._await(step)
+            if self._halt.is_set():
+                return
+            self._say(f"nemesis: {step.action} ({step.marks} marks, {step.delay:g} s, {step.seconds:g} s)")
+            self._act(step)
+            self.done[step.action] += 1
 
     def _await(self, step: Step) -> None:
         wanted = self._observer.progress + step.marks

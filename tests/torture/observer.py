@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import psycopg
 
 from airflow_cdc_provider.engine.lsn import parse_lsn
+from tests.threads import Stoppable
 from tests.torture.checks import Versions, acknowledged_early
 from tests.torture.history import Sight
 from tests.torture.schema import Table, digest
@@ -24,17 +24,16 @@ FROM airflow_cdc.pipelines p WHERE p.pipeline = %s
 """
 
 
-class Observer(threading.Thread):
+class Observer(Stoppable):
     """Looks a few times a second, until stopped.
 
     :param slot: name of the slot and, by default, the pipeline.
     """
 
     def __init__(self, source: str, target: str, pipeline: str, slot: str, mode: str, tables: list[Table]) -> None:
-        super().__init__(name="observer", daemon=True)
+        super().__init__("observer")
         self._dsns = source, target
         self._pipeline, self._slot, self._mode, self._tables = pipeline, slot, mode, tables
-        self._halt = threading.Event()
         self._at_source: psycopg.Connection[Any] | None = None
         self._at_target: psycopg.Connection[Any] | None = None
         self._versions = Versions()
@@ -43,26 +42,15 @@ class Observer(threading.Thread):
         self.looks = 0
         self.progress = 0
         """How often applied LSN or number of finished chunks were seen to have changed."""
-        self.failure: Exception | None = None
         self._last: tuple[object, ...] = ()
 
-    def run(self) -> None:
+    def work(self) -> None:
         while not self._halt.wait(_SECONDS):
             try:
                 self._look()
             except psycopg.OperationalError:
                 self._disconnect()
-            except Exception as e:
-                self.failure = e
-                return
         self._disconnect()
-
-    def stop(self) -> None:
-        """Look no more; raise what has ended it before."""
-        self._halt.set()
-        self.join()
-        if self.failure is not None:
-            raise self.failure
 
     def _disconnect(self) -> None:
         for connection in (self._at_source, self._at_target):

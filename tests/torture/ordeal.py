@@ -138,8 +138,10 @@ class _Ordeal:
             self._catch_up()
             self._check()
         finally:
-            self._driver.stop()
-            self._pipeline.end_commands()
+            try:
+                self._driver.stop()
+            finally:
+                self._pipeline.end_commands()
         self._count()
 
     def _wait(self, seconds: float, enough: Callable[[], bool]) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import psycopg
 
-from tests.torture.schema import LANES, SPACE, TOTAL_ACCOUNTS, Table, wide
+from tests.threads import Stoppable
+from tests.torture.schema import FILLERS, LANES, SPACE, TOTAL_ACCOUNTS, Table, wide
 
 _OPTIONS = "-c lock_timeout=3s -c deadlock_timeout=200ms -c TimeZone=UTC -c synchronous_commit={}"
 # What another session, the server's end or the nemesis does to a transaction; the writer goes on with its next.
@@ -29,7 +29,7 @@ _EXPECTED = (
 )
 
 
-class Writer(threading.Thread):
+class Writer(Stoppable):
     """One session.
 
     :param dsn: of the source.
@@ -37,35 +37,24 @@ class Writer(threading.Thread):
     """
 
     def __init__(self, dsn: str, seed: int, lane: int, tables: list[Table], pace: float) -> None:
-        super().__init__(name=f"writer {lane}", daemon=True)
+        super().__init__(f"writer {lane}")
         self._dsn = dsn
         self._chance = random.Random(f"{seed}/writer/{lane}")
         self._lane = lane
         self._accounts = [table for table in tables if table.kind == "account"]
         self._tables = [table for table in tables if table.kind != "account"]
         self._pace = pace
-        self._halt = threading.Event()
         self._number = 0
         self._connection: psycopg.Connection[Any] | None = None
         self._asynchronous = self._chance.random() < 0.4
         self.done = Counter[str]()
-        self.failure: Exception | None = None
 
-    def run(self) -> None:
+    def work(self) -> None:
         try:
             while not self._halt.wait(self._chance.expovariate(1 / self._pace)):
                 self._transaction()
-        except Exception as e:
-            self.failure = e
         finally:
             self._disconnect()
-
-    def stop(self) -> None:
-        """End after the transaction at hand; raise what has ended it before."""
-        self._halt.set()
-        self.join()
-        if self.failure is not None:
-            raise self.failure
 
     def _transaction(self) -> None:
         """Draw a transaction completely, then carry it out as far as the server lets us."""
@@ -250,8 +239,6 @@ class Writer(threading.Thread):
 
 
 def _filler(name: str, salt: int) -> str:
-    from tests.torture.schema import FILLERS
-
     return FILLERS[name][1].format(n="n", salt=salt)
 
 
