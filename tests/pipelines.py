@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,19 +71,29 @@ class Outcome:
 class Command:
     """A command that runs in a session of its own, its output in files.
 
+    :param program: with its arguments.
     :param failpoint: ``name:action`` that is armed in all its processes.
+    :param variables: further variables of its environment.
     """
 
-    def __init__(self, arguments: Sequence[str], directory: Path, failpoint: str | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        program: Sequence[str],
+        directory: Path,
+        failpoint: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "AIRFLOW_CDC"))}
+        environment |= variables or {}
         if failpoint is not None:
             environment["AIRFLOW_CDC_FAILPOINT"] = failpoint
         number = len(list(directory.glob("command*.out")))
         self._files = tuple(directory / f"command{number}.{kind}" for kind in ("out", "err"))
-        self.title = " ".join(arguments)
+        self.title = title
         with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
             self.process = subprocess.Popen(
-                [str(COMMAND), *arguments],
+                program,
                 cwd=directory,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -208,7 +218,14 @@ class PipelineUnderTest:
 
     def start(self, command: str, *options: str, failpoint: str | None = None) -> Command:
         """Start a command in the background."""
-        started = Command([command, "--pipeline", str(self.file), *options], self.directory, failpoint)
+        arguments = [command, "--pipeline", str(self.file), *options]
+        return self.start_program(" ".join(arguments), [str(COMMAND), *arguments], failpoint)
+
+    def start_program(
+        self, title: str, program: Sequence[str], failpoint: str | None, variables: Mapping[str, str] | None = None
+    ) -> Command:
+        """Start a program that is no command of ours in the background, see :class:`Command`."""
+        started = Command(title, program, self.directory, failpoint, variables)
         self._commands.append(started)
         return started
 

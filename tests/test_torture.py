@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.torture.checks import Versions, acknowledged_early, violations
-from tests.torture.history import Change, Entry, History, Reading, Sight, Transaction
+from tests.torture.history import Change, Entry, Gap, History, Reading, Sight, Transaction
 from tests.torture.nemesis import ACTIONS, schedule
 from tests.torture.ordeal import torture
 from tests.torture.schema import tables
@@ -32,6 +32,7 @@ TRANSACTIONS = [
 MIRROR = History(
     TRANSACTIONS,
     [],
+    [],
     [
         Sight(150, True, {T: (2, 23)}, TOTAL),
         Sight(205, False, {T: (9, 99)}, 1),
@@ -43,6 +44,7 @@ MIRROR = History(
 CHANGELOG = History(
     TRANSACTIONS,
     [Reading(T, 150, 1, "9:9:", numbers=frozenset({1})), Reading(T, 150, 1, "8:8:", numbers=frozenset({2, 3, 5}))],
+    [],
     [Sight(250, True, {T: (1, 0)}, None), Sight(500, True, {T: (4, 0)}, None)],
     [
         Entry(T, 8, 200, 1, "u", "k3"),
@@ -107,6 +109,7 @@ TAMPERED: dict[str, tuple[History, Callable[[History], None], str]] = {
     ),
     "a change in another transaction": (CHANGELOG, entry(1, commit=200), "share"),
     "a change that is seen late": (CHANGELOG, sight(1, tables={T: (3, 0)}), "a reader saw 3 changes"),
+    "a gap where there was none": (CHANGELOG, lambda h: h.gaps.append(Gap(210, 310)), "surplus"),
     "a row that is copied twice": (CHANGELOG, lambda h: h.snapshot_rows.update({T: 3}), "as read"),
 }
 

@@ -12,7 +12,7 @@ class Stoppable(threading.Thread):
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self._halt = threading.Event()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     @abstractmethod
     def work(self) -> None:
@@ -21,7 +21,7 @@ class Stoppable(threading.Thread):
     def run(self) -> None:
         try:
             self.work()
-        except Exception as e:
+        except BaseException as e:  # what pytest.fail() raises is no Exception
             self.failure = e
 
     def stop(self) -> None:

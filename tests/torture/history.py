@@ -76,6 +76,14 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """Transactions that end beyond ``start`` and not beyond ``end`` were never streamed: the slot was made anew."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Sight:
     """What a reader of the target saw in one snapshot.
 
@@ -110,6 +118,7 @@ class History:
 
     transactions: list[Transaction] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
     sights: list[Sight] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     snapshot_rows: dict[str, int] = field(default_factory=dict)
@@ -163,6 +172,7 @@ CREATE TABLE torture.readings (
     n bigserial PRIMARY KEY, source_table text, definition jsonb, keys jsonb, snapshot text, rows bigint,
     applied pg_lsn
 )""",
+    "CREATE TABLE torture.gaps (start_lsn pg_lsn, end_lsn pg_lsn)",
     """
 CREATE FUNCTION torture.reading() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
@@ -172,11 +182,22 @@ BEGIN
     RETURN NULL;
 END $$""",
     """
+CREATE FUNCTION torture.gap() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
+BEGIN
+    INSERT INTO torture.gaps VALUES (OLD.applied_lsn, NEW.applied_lsn);
+    RETURN NULL;
+END $$""",
+    # Units change the applied LSN and notes the source; who changes both at once starts over.
+    """
 CREATE FUNCTION torture.watch() RETURNS event_trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
     IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands() WHERE object_identity = 'airflow_cdc.chunks') THEN
         CREATE TRIGGER torture AFTER INSERT OR UPDATE ON airflow_cdc.chunks FOR EACH ROW
             WHEN (NEW.snapshot IS NOT NULL) EXECUTE FUNCTION torture.reading();
+    END IF;
+    IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands() WHERE object_identity = 'airflow_cdc.pipelines') THEN
+        CREATE TRIGGER torture AFTER UPDATE ON airflow_cdc.pipelines FOR EACH ROW
+            WHEN (OLD.applied_lsn <> NEW.applied_lsn AND OLD.source <> NEW.source) EXECUTE FUNCTION torture.gap();
     END IF;
 END $$""",
     "CREATE EVENT TRIGGER torture ON ddl_command_end WHEN TAG IN ('CREATE TABLE') EXECUTE FUNCTION torture.watch()",
@@ -203,6 +224,13 @@ def readings(source: str, target: str, tables: list[Table]) -> list[Reading]:
             texts = None if keys is None else frozenset("/".join(key) for key in keys)
             found.append(Reading(label, applied, rows, snapshot, numbers, texts))
     return found
+
+
+def gaps(target: str) -> list[Gap]:
+    """What was left out when the pipeline was started over."""
+    query = "SELECT (start_lsn - '0/0')::bigint, (end_lsn - '0/0')::bigint FROM torture.gaps"
+    with psycopg.connect(target, autocommit=True) as connection:
+        return [Gap(*row) for row in connection.execute(query)]
 
 
 def _numbers(source: psycopg.Connection[Any], table: Table, chunk: Chunk) -> frozenset[int]:

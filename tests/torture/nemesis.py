@@ -17,7 +17,7 @@ import psutil
 import psycopg
 
 import airflow_cdc_provider
-from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 from tests.pipelines import PipelineUnderTest
 from tests.threads import Stoppable
@@ -27,6 +27,8 @@ from tests.torture.schema import SPACE, Table
 
 _PATIENCE = 20.0
 """Seconds that a step waits for progress at most: a pipeline that makes none may need the next step."""
+_TASK_SECONDS = 90.0
+"""Seconds in which a task of Airflow has come as far as Spark, even on a slow machine."""
 # Those that a pipeline passes by itself, again and again.
 _FAILPOINTS = r'failpoint\("((?:before|after|in)-(?:chunk|batch|spark|epoch|acknowledgement|ledger)[a-z-]*)"\)'
 
@@ -68,8 +70,11 @@ ACTIONS = {
     "halt the target": 3,
     "cut connections to the source": 8,
     "cut connections to the target": 8,
+    "run as a task of Airflow": 3,
+    "kill the task of Airflow": 8,
     "start a second driver": 5,
     "take over": 6,
+    "start over": 3,
     "delete the checkpoint": 4,
     "delete the state": 4,
     "read a table again": 10,
@@ -152,13 +157,20 @@ class Nemesis(Stoppable):
         elif verb == "cut":
             self._cut(self._pipeline.databases.source if "source" in rest else self._pipeline.databases.target, step)
         elif step.action == "stop the job":
+            self._driver.expect_stop()
             self._pipeline.start("stop").wait()
+        elif step.action == "run as a task of Airflow":
+            self._driver.become_task()
+        elif step.action == "kill the task of Airflow":
+            self._kill_task(step)
         elif verb == "kill":
             self._kill({"the driver": "driver", "the JVM": "jvm", "the Python workers": "worker"}.get(rest, "reader"))
         elif step.action == "start a second driver":
             self._second()
         elif step.action == "take over":
             self._driver.take_over()
+        elif step.action == "start over":
+            self._driver.start_over()
         elif verb == "delete":
             self._forget(self._pipeline.state / "checkpoint" if "checkpoint" in rest else self._pipeline.state)
         elif verb == "read":
@@ -174,6 +186,14 @@ class Nemesis(Stoppable):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def _kill_task(self, step: Step) -> None:
+        """Kill a task of Airflow, at any time after its start or while its job is at work."""
+        self._driver.become_task()
+        if step.pick % 4:
+            await_condition(lambda: self._halt.is_set() or self._driver.beats(), _TASK_SECONDS, interval=0.5)
+        self._halt.wait(step.seconds)
+        self._driver.kill_task(guarded=step.pick % 3 > 0)
 
     @staticmethod
     def _break(server: PostgresServer, verb: str) -> None:
@@ -199,11 +219,11 @@ class Nemesis(Stoppable):
 
     def _second(self) -> None:
         """A second driver beside a living one must be refused."""
-        first, ends = self._driver.command, sum(self._driver.ends.values())
+        drivers, ends = self._driver.processes("driver"), sum(self._driver.ends.values())
         beats = read_heartbeats(State(self._pipeline.pipeline.state))
-        alive = first is not None and any(beat.alive and beat.owner.pid == first.process.pid for beat in beats)
-        self._driver.expect_rival()
-        outcome = self._pipeline.start("run", "--json").wait()
+        alive = any(beat.alive and beat.owner.pid == driver.pid for beat in beats for driver in drivers)
+        with self._driver.rival():
+            outcome = self._pipeline.start("run", "--json").wait()
         if outcome.code == 0 and alive and sum(self._driver.ends.values()) == ends:
             self.wrong.append(f"a second driver ran beside the first:\n{outcome.stdout}\n{outcome.stderr[-2000:]}")
 
@@ -215,9 +235,9 @@ class Nemesis(Stoppable):
         table = self._tables[step.pick % len(self._tables)]
         low = step.pick % SPACE
         where = ("--where", f"n BETWEEN {low} AND {low + 50}") if rows else ()
-        self._driver.expect_rival()
-        # Refused while the snapshot is not finished, or done by the command itself where no stream lives.
-        self._pipeline.start("resnapshot", "--table", table.label, *where).wait()
+        with self._driver.rival():
+            # Refused while the snapshot is not finished, or done by the command itself where no stream lives.
+            self._pipeline.start("resnapshot", "--table", table.label, *where).wait()
 
     @staticmethod
     def _failpoint(step: Step) -> str:

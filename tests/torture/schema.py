@@ -102,6 +102,11 @@ class Table:
         pairs = zip(self.key.names, self.key.values, strict=True)
         return ", ".join([f"n = {n}", *(f"{name} = {value.format(n=n)}" for name, value in pairs)])
 
+    def digest(self, row: str) -> str:
+        """SQL for a number that stands for the values of a row, but for columns that come and go."""
+        values = ", ".join(f"{row}.{name}" for name in (*self.columns, "version"))
+        return f"('x' || left(md5(ROW({values})::text), 15))::bit(60)::bigint"
+
     def create(self) -> list[str]:
         """The statements that make the table, its triggers, and its first rows."""
         fields = [f"{name} {kind} NOT NULL" for name, kind in self.key.columns]
@@ -125,7 +130,7 @@ CREATE FUNCTION torture.audit_{self.name}() RETURNS trigger LANGUAGE plpgsql AS 
 BEGIN
     INSERT INTO torture.audit (xid, source_table, op, old_key, new_key, old_n, new_n, version, digest) VALUES
         (pg_current_xact_id(), '{self.label}', CASE WHEN TG_OP = 'TRUNCATE' THEN 't' ELSE lower(left(TG_OP, 1)) END,
-         {self.key.text("OLD.")}, {self.key.text("NEW.")}, OLD.n, NEW.n, NEW.version, {digest("NEW")});
+         {self.key.text("OLD.")}, {self.key.text("NEW.")}, OLD.n, NEW.n, NEW.version, {self.digest("NEW")});
     RETURN NULL;
 END $$"""
         statements += [
@@ -149,11 +154,6 @@ END $$"""
 def wide(n: str, salt: int, length: int) -> str:
     """SQL for a text of 32 times ``length`` characters, NULL for 0."""
     return _WIDE.format(n=n, salt=salt, length=length) if length else "NULL::text"
-
-
-def digest(row: str) -> str:
-    """SQL for a number that stands for all values of a row."""
-    return f"('x' || left(md5({row}::text), 15))::bit(60)::bigint"
 
 
 SETUP = (

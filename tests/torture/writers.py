@@ -29,6 +29,18 @@ _EXPECTED = (
 )
 
 
+# Alters the oldest of the columns that writers have added, if there is one.
+_EXTRA = """
+DO $$
+DECLARE oldest name := (SELECT attname FROM pg_attribute WHERE attrelid = '{table}'::regclass
+    AND attname LIKE 'extra%' AND NOT attisdropped ORDER BY attnum LIMIT 1);
+BEGIN
+    IF oldest IS NOT NULL THEN
+        EXECUTE format('ALTER TABLE {table} {what}', oldest);
+    END IF;
+END $$"""
+
+
 class Writer(Stoppable):
     """One session.
 
@@ -45,6 +57,7 @@ class Writer(Stoppable):
         self._tables = [table for table in tables if table.kind != "account"]
         self._pace = pace
         self._number = 0
+        self._columns = 0
         self._connection: psycopg.Connection[Any] | None = None
         self._asynchronous = self._chance.random() < 0.4
         self.done = Counter[str]()
@@ -138,6 +151,9 @@ class Writer(Stoppable):
             self._draw_return: 6,
             self._draw_copy: 4,
             self._draw_truncate: 0.4,
+            self._draw_add_column: 0.15,
+            self._draw_rename_column: 0.1,
+            self._draw_drop_column: 0.1,
         }
         kind = self._chance.choices(list(kinds), list(kinds.values()))[0]
         statements = kind(self._chance.choice(self._tables))
@@ -236,6 +252,26 @@ class Writer(Stoppable):
 
     def _draw_truncate(self, table: Table) -> list[str]:
         return [f"TRUNCATE {table.label}"]
+
+    def _draw_add_column(self, table: Table) -> list[str]:
+        name, low = self._column(), self._chance.randrange(SPACE)
+        kind = self._chance.choice(("int DEFAULT 7", "text DEFAULT 'it''s new'", "numeric(8,3)", "int[] DEFAULT '{1}'"))
+        rows = f"n BETWEEN {low} AND {low + 20}"
+        return [
+            f"ALTER TABLE {table.label} ADD COLUMN {name} {kind}",
+            *[f"UPDATE {table.label} SET {name} = NULL WHERE {rows}"] * self._chance.randint(0, 1),
+        ]
+
+    def _draw_rename_column(self, table: Table) -> list[str]:
+        return [_EXTRA.format(table=table.label, what=f"RENAME %I TO {self._column()}")]
+
+    def _draw_drop_column(self, table: Table) -> list[str]:
+        return [_EXTRA.format(table=table.label, what="DROP COLUMN %I")]
+
+    def _column(self) -> str:
+        """The name of a column that there has never been: a changelog keeps those that the source has dropped."""
+        self._columns += 1
+        return f"extra_{self._lane}_{self._columns}"
 
 
 def _filler(name: str, salt: int) -> str:
