@@ -27,6 +27,7 @@ from airflow_cdc_provider.engine.reading import SnapshotReader
 from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.snapshot import copy_chunk
+from airflow_cdc_provider.engine.source import SlotStreamReader, SourceOptions
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, chunk_task, copy_chunk_of, execute, query_rows, transaction
 from tests.standby import WITHOUT_STANDBY, commits_that_wait
@@ -601,6 +602,25 @@ def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypat
     assert pipeline.chunk(0).watermark is not None
     monkeypatch.setattr(SnapshotReader, "finish", finish)
     assert isinstance(copy_chunk_of(pipeline.pipeline, pipeline.chunk(1).chunk, record.epoch), Fenced)
+
+
+def test_a_batch_that_another_run_has_planned(make_pipeline: Make) -> None:
+    """A run that is taken over plans on, in the checkpoint of both, until it notices; Spark then wants that batch."""
+    pipeline = make_pipeline()
+    applied = pipeline.provision().applied
+    source = pipeline.pipeline.source
+    options = SourceOptions(pipeline.databases.pipeline_source, source.slot, source.publication, applied, 1 << 20, 60)
+    old, new = SlotStreamReader(options), SlotStreamReader(options)
+    start, limit = old.initialOffset(), old.getDefaultReadLimit()
+    pipeline.source("UPDATE public.t SET body = 'lost'")
+    try:
+        assert await_condition(lambda: old.latestOffset(start, limit) != start, SECONDS)
+        planned = old.latestOffset(start, limit)
+        assert len(old.partitions(start, planned)) == 1
+    finally:
+        old.stop()
+    with pytest.raises(StreamFailed, match="another run"):
+        new.partitions(start, planned)
 
 
 def test_a_chunk_is_committed_once(make_pipeline: Make) -> None:
