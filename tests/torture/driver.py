@@ -96,6 +96,8 @@ class Driver(Stoppable):
         self.starts = 0
         self.ends = Counter[str]()
         self.wrong: list[str] = []
+        self.last = "no job has ended"
+        """How the last job ended that did not end well, for a pipeline that does not get on."""
 
     @property
     def job(self) -> Job | None:
@@ -244,6 +246,9 @@ class Driver(Stoppable):
         kind = self._kind(outcome)
         self.ends[kind] += 1
         self._say(f"{job.name} ended: {kind}")
+        text = f"{job.command.title} ended with {kind}:\n{outcome.stdout[-1500:]}\n{outcome.stderr[-3000:]}"
+        if kind != "done":
+            self.last = text
         if kind == "done":
             # A run that was stopped in its snapshot has not streamed.
             self._copied |= job.name != "resnapshot" and '"stream": null' not in outcome.stdout
@@ -251,8 +256,7 @@ class Driver(Stoppable):
         elif kind == "GateClosed" and self._starting_over.is_set():
             self._all_next = True  # it has broken off between the new slot and its record
         elif kind not in _RETRYABLE and not kind.startswith(tuple(job.expected)):
-            text = f"{outcome.stdout[-1500:]}\n{outcome.stderr[-3000:]}"
-            self.wrong.append(f"{job.command.title} ended with {kind}:\n{text}")
+            self.wrong.append(text)
 
     @staticmethod
     def _kind(outcome: Outcome) -> str:

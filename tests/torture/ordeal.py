@@ -173,7 +173,8 @@ class _Ordeal:
             return record.consistent and record.applied >= marker
 
         if not await_condition(caught_up, _CATCH_UP_SECONDS, interval=0.5):
-            self._report.wrong.append(f"the pipeline did not catch up within {_CATCH_UP_SECONDS:g} seconds")
+            stuck = f"the pipeline did not catch up within {_CATCH_UP_SECONDS:g} seconds"
+            self._report.wrong.append(f"{stuck}; {self._driver.last}")
         self._note("caught up")
         self._driver.stop()
         if self._driver.job is not None and self._driver.job.command.running:
