@@ -17,11 +17,13 @@ import psutil
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 from tests.airflow_support import ROOT, connection_json, migrate_database
-from tests.pipelines import SECONDS, Command, Outcome, PipelineUnderTest
+from tests.pipelines import Command, Outcome, PipelineUnderTest
 from tests.threads import Stoppable
 
 _DAGS = Path(__file__).parent / "dags"
 _SECONDS = 0.1
+END_SECONDS = 600.0
+"""How long the end of a run is waited for, that another has fenced, or that has fenced the other and catches up."""
 # What may end a job whose processes, servers and connections are cut; all are tried again.
 _RETRYABLE = {
     "ConnectionFailed",
@@ -202,8 +204,8 @@ class Driver(Stoppable):
         if old is None:
             return
         old.expected.update(expected)
-        outcome = old.command.wait()
-        if not await_condition(lambda: not old.command.processes(), SECONDS):
+        outcome = old.command.wait(END_SECONDS)
+        if not await_condition(lambda: not old.command.processes(), END_SECONDS):
             self.wrong.append(f"{old.name} has ended, but not {old.command.processes()}:\n{old.command.output()}")
             old.command.kill()
         self._ended(old, outcome)

@@ -21,7 +21,7 @@ from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 from tests.pipelines import PipelineUnderTest
 from tests.threads import Stoppable
-from tests.torture.driver import Driver
+from tests.torture.driver import END_SECONDS, Driver
 from tests.torture.observer import Observer
 from tests.torture.schema import SPACE, Table
 
@@ -223,7 +223,7 @@ class Nemesis(Stoppable):
         beats = read_heartbeats(State(self._pipeline.pipeline.state))
         alive = any(beat.alive and beat.owner.pid == driver.pid for beat in beats for driver in drivers)
         with self._driver.rival():
-            outcome = self._pipeline.start("run", "--json").wait()
+            outcome = self._pipeline.start("run", "--json").wait(END_SECONDS)
         if outcome.code == 0 and alive and sum(self._driver.ends.values()) == ends:
             self.wrong.append(f"a second driver ran beside the first:\n{outcome.stdout}\n{outcome.stderr[-2000:]}")
 
@@ -237,7 +237,7 @@ class Nemesis(Stoppable):
         where = ("--where", f"n BETWEEN {low} AND {low + 50}") if rows else ()
         with self._driver.rival():
             # Refused while the snapshot is not finished, or done by the command itself where no stream lives.
-            self._pipeline.start("resnapshot", "--table", table.label, *where).wait()
+            self._pipeline.start("resnapshot", "--table", table.label, *where).wait(END_SECONDS)
 
     @staticmethod
     def _failpoint(step: Step) -> str:

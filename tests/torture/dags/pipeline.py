@@ -35,8 +35,10 @@ def note(context: Context) -> None:
     job = getattr(context["task"], "_job", None)
     error = job.result.get("error") if job is not None else None
     cause = getattr(context.get("exception"), "__cause__", None)
-    if error or isinstance(cause, CdcError):
-        errors.append(error or cause.as_dict())
+    if error is None and isinstance(cause, CdcError):
+        error = cause.as_dict()
+    if error is not None:
+        errors.append(error)
 
 
 with DAG("torture", schedule=None, default_args={"on_failure_callback": note}) as dag:
