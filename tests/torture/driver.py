@@ -160,6 +160,7 @@ class Driver(Stoppable):
 
     def become_task(self) -> None:
         """Let a task of Airflow run the pipeline from now on until it ends."""
+        migrate_database()
         with self._lock:
             if self._job is not None and not self._job.task:
                 self.expect_kill()
@@ -233,7 +234,6 @@ class Driver(Stoppable):
         self._say(f"starts {self._job.name}" + (f" with {failpoint}" if failpoint else ""))
 
     def _start_task(self, takeover: bool, failpoint: str | None) -> Command:
-        migrate_database()
         variables = {
             "AIRFLOW__CORE__DAGS_FOLDER": str(_DAGS),
             "AIRFLOW_CONN_SPARK_DEFAULT": connection_json(conn_type="spark", host="local[2]"),
