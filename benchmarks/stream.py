@@ -28,9 +28,10 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
-from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_slot, reader_name
+from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_identity, read_slot, reader_name
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.stage import Stage
@@ -244,7 +245,9 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
         if messages:  # the first batch of a query can be empty
             clock.passed(Position.from_json(json.loads(messages[0].end)).lsn)
 
-    options = SourceOptions(dsn, slot, _PUBLICATION, backlog.start, _MAX_BATCH_BYTES, 10.0)
+    with connected(dsn) as source:
+        origin = Origin.of(read_identity(source, slot, _PUBLICATION).to_dict())
+    options = SourceOptions(dsn, slot, _PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0)
     lab.spark.dataSource.register(postgres_cdc(options))
     pieces = lab.spark.readStream.format("postgres_cdc").load()
     checkpoint = lab.directory / "checkpoints" / slot

@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import plan_read
 from airflow_cdc_provider.engine.run import Run, existing_record, run_part
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
@@ -331,13 +332,13 @@ class PipelineUnderTest:
         """Copy the unfinished chunks of all tables, or those of some indexes, with one look at the record."""
         record, dsn = self.record, self.pipeline.source.dsn
         targets = {target.table.label: target for target in record.targets}
-        sink, timeline = commands.sink_of(self.pipeline), int(record.identity["timeline"])
+        sink, origin = commands.sink_of(self.pipeline), Origin.of(record.identity)
         with connected(dsn) as source:
             for chunk in record.unfinished:
                 if indexes and chunk.index not in indexes:
                     continue
                 target = targets[chunk.table]
-                read = plan_read(source, dsn, target.table, read_query(target.table, chunk), timeline)
+                read = plan_read(source, dsn, target.table, read_query(target.table, chunk), origin)
                 result = copy_chunk(ChunkTask(sink, record.epoch, target, chunk, read))
                 if isinstance(result, CdcError):
                     raise result
@@ -384,7 +385,7 @@ def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> Ch
     (target,) = (t for t in record.targets if t.table.label == chunk.table)
     with connected(pipeline.source.dsn) as source:
         query = read_query(target.table, chunk)
-        read = plan_read(source, pipeline.source.dsn, target.table, query, int(record.identity["timeline"]))
+        read = plan_read(source, pipeline.source.dsn, target.table, query, Origin.of(record.identity))
     sink = commands.sink_of(pipeline, "snapshot-0")
     return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read)
 
@@ -439,6 +440,7 @@ def follow_log(
     reader = SlotStreamReader(job._source_options())
     try:
         with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            job._gate(source)
             job._units.look(source)
         _follow(run, job, reader, until)
     finally:

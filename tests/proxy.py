@@ -32,6 +32,10 @@ class Proxy:
                 client, _ = self._listener.accept()
                 self._pairs.append(_Pair(client, self._target, self._frozen))
 
+    def lead_to(self, target: int) -> None:
+        """Forward new connections to another port; open ones stay where they are, as when a virtual address moves."""
+        self._target = target
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Nothing passes, on old connections and on new ones."""

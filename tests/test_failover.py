@@ -1,4 +1,4 @@
-"""The source fails over to a standby: followed where nothing is missing, refused where something is.
+"""The source fails over to a standby, or its address moves: followed where nothing is missing, else refused.
 
 A promoted standby is on another timeline. It continues the slot only if that was synchronised to it (Postgres 17 and
 newer), and the sink only if everything that was applied, and every chunk's H, lies before the point where it left the
@@ -13,15 +13,21 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg import pq
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition, find_free_port
-from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import GateClosed, StreamFailed
+from airflow_cdc_provider.engine import commands, wal
+from airflow_cdc_provider.engine.attempts import keep_trying
+from airflow_cdc_provider.engine.errors import CdcError, GateClosed, StreamFailed
 from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.reading import SnapshotReader
+from airflow_cdc_provider.engine.run import Run, run_part
+from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.timeline import Switch, left_at, parse_history, read_history
 from tests.conftest import Databases, ServerMaker
-from tests.pipelines import SECONDS, PipelineUnderTest, apply_stream, execute, query_rows
-from tests.test_repairs import LOST, ROWS, TABLE, assert_healed, carry_out, refused
+from tests.pipelines import SECONDS, PipelineUnderTest, apply_stream, chunk_task, execute, follow_log, query_rows
+from tests.proxy import Proxy
+from tests.test_repairs import LOST, ROWS, TABLE, assert_healed, carry_out, content, refused
 
 pytestmark = pytest.mark.slow
 
@@ -196,6 +202,104 @@ def test_a_failover_that_leaves_something_behind(
     solution = refused(pipeline, GateClosed, words)
     carry_out(pipeline, solution)
     assert_healed(pipeline)
+
+
+@pytest.fixture
+def address(pipeline: PipelineUnderTest, primary: PostgresServer) -> Iterator[Proxy]:
+    """An address by which the pipeline reaches the primary, until it is moved."""
+    proxy = Proxy(primary.port)
+    through = pipeline.pipeline.source.dsn.replace(f":{primary.port}/", f":{proxy.port}/")
+    restart = {"strategy": "fixed-delay", "delay": "100 ms"}
+    pipeline.change(source={"dsn": through}, stream={"restart": restart})
+    yield proxy
+    proxy.close()
+
+
+def stream_through(
+    pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch, strike: Callable[[], None]
+) -> list[CdcError]:
+    """Stream as the job does, struck between the gate and the replication connection; return what its attempts met."""
+    errors: list[CdcError] = []
+    open_replication = wal.open_replication
+
+    def struck(dsn: str, application: str) -> pq.PGconn:
+        if not errors:
+            strike()
+        return open_replication(dsn, application)
+
+    def attempt(run: Run, record: Record) -> None:
+        try:
+            follow_log(run, record, record.applied + 1)
+        except CdcError as e:
+            errors.append(e)
+            raise
+
+    with monkeypatch.context() as patch, run_part(pipeline.pipeline, "stream", None) as (run, record):
+        patch.setattr(wal, "open_replication", struck)
+        keep_trying(run, record, lambda record: attempt(run, record))
+    return errors
+
+
+def test_an_address_that_moves_to_the_promoted_standby_after_the_gate(
+    pipeline: PipelineUnderTest,
+    primary: PostgresServer,
+    standby: PostgresServer,
+    address: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stream does not begin on another timeline than the gate has seen; the gate then finds that it may."""
+    synchronise(pipeline, standby)
+    read = chunk_task(pipeline.pipeline, pipeline.chunk(0).chunk).read
+    pipeline.source(*LOST)
+    await_replay(pipeline, standby)
+
+    def promote() -> None:
+        primary.kill()
+        execute(standby.dsn(), "SELECT pg_promote()")
+        pipeline.databases = Databases(standby.dsn(), pipeline.databases.target)
+        address.lead_to(standby.port)
+
+    (error,) = stream_through(pipeline, monkeypatch, promote)
+    assert isinstance(error, StreamFailed)
+    assert "leads to another server" in error.message
+    assert "timeline 2" in error.message
+    assert pipeline.record.identity["timeline"] == 2
+    reader = SnapshotReader(read)  # of a task that was planned before
+    with pytest.raises(StreamFailed, match="timeline 2"):
+        list(reader.batches())
+    reader.close()
+    assert_healed(pipeline)
+
+
+def test_an_address_that_moves_to_another_cluster_after_the_gate(
+    pipeline: PipelineUnderTest, address: Proxy, make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a table, a publication and a slot of the same names: nothing of it arrives, and its positions do not."""
+    other, names = make_server("18"), pipeline.pipeline.source
+    execute(
+        other.dsn(),
+        TABLE,
+        ROWS,
+        f"CREATE PUBLICATION {names.publication} FOR TABLE ONLY public.t",
+        f"SELECT pg_create_logical_replication_slot('{names.slot}', 'pgoutput')",
+        *LOST,
+    )
+    before = content(pipeline), pipeline.record.applied
+    with pytest.raises(GateClosed, match="is not the one that the sink was filled from"):
+        stream_through(pipeline, monkeypatch, lambda: address.lead_to(other.port))
+    assert (content(pipeline), pipeline.record.applied) == before
+
+
+def test_a_slot_that_is_moved_after_the_gate(
+    pipeline: PipelineUnderTest, address: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Postgres would forward the start to where the slot is, and what lies between would never arrive."""
+    slot = pipeline.pipeline.source.slot
+    advance = f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_flush_lsn())"
+    before = content(pipeline)
+    with pytest.raises(GateClosed, match="has been acknowledged up to"):
+        stream_through(pipeline, monkeypatch, lambda: pipeline.source(*LOST, advance))
+    assert content(pipeline) == before
 
 
 def test_a_history_file() -> None:

@@ -24,10 +24,11 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, Connection, describe, session_dsn
-from airflow_cdc_provider.engine.errors import CdcError, GateClosed, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.liveness import Calls
 from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.visibility import Snapshot
 
@@ -60,7 +61,7 @@ class Read:
     :param dsn: libpq URI of the source.
     :param locks: one LOCK statement a leaf.
     :param query: the SELECT, every column as text.
-    :param timeline: the timeline on which the pipeline's slot lives.
+    :param origin: the server from which the rows must come.
     :param label: the table.
     :param definition: the SELECT of the table's definition, two JSON texts.
     :param defined: what it must return, parsed: number, name, type, modifier and collation of each captured
@@ -70,13 +71,13 @@ class Read:
     dsn: str = field(repr=False)
     locks: tuple[str, ...]
     query: str
-    timeline: int
+    origin: Origin
     label: str
     definition: str
     defined: tuple[list[list[int | str | None]], list[int]]
 
 
-def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composable, timeline: int) -> Read:
+def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composable, origin: Origin) -> Read:
     """Compose a read of ``table`` by ``query``."""
     lock = sql.SQL("LOCK TABLE ONLY {} IN ACCESS SHARE MODE")
     locks = (lock.format(sql.Identifier(leaf.schema, leaf.name)).as_string(connection) for leaf in table.leaves)
@@ -91,7 +92,7 @@ def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composa
         dsn,
         tuple(locks),
         query.as_string(connection),
-        timeline,
+        origin,
         table.label,
         definition.as_string(connection),
         (
@@ -104,8 +105,7 @@ def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composa
 class SnapshotReader:
     """One read: iterate :meth:`batches` to the end, then call :meth:`finish`.
 
-    :raises StreamFailed: when the connection breaks; the read is to be done again.
-    :raises GateClosed: when the server is not the primary of the recorded timeline.
+    :raises StreamFailed: when the connection breaks, or leads to another server; the read is to be done again.
     :raises SchemaChanged: when the table is not defined as it was when the read was planned.
     """
 
@@ -151,18 +151,9 @@ class SnapshotReader:
             self._execute(cursor, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             for lock in self._read.locks:
                 self._execute(cursor, lock)
-            self._execute(
-                cursor,
-                "SELECT pg_current_snapshot()::text, pg_is_in_recovery(), CASE WHEN NOT pg_is_in_recovery() THEN"
-                " ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int END",
-            )
-            (snapshot, in_recovery, timeline) = self._call(cursor.fetchone)
-            if in_recovery or timeline != self._read.timeline:
-                raise GateClosed(
-                    f"{describe(self._read.dsn)} is {'a standby' if in_recovery else f'on timeline {timeline}'}, but"
-                    f" the slot was made on timeline {self._read.timeline} of the primary",
-                    "Point the pipeline at the primary. After a failover run `airflow-cdc resnapshot --all`.",
-                )
+            self._execute(cursor, f"SELECT pg_current_snapshot()::text, {QUERY}")
+            (snapshot, *found) = self._call(cursor.fetchone)
+            self._read.origin.require(found, self._read.dsn)
             self.snapshot = Snapshot.parse(snapshot)
             self._execute(cursor, self._read.definition)
             if tuple(json.loads(text or "[]") for text in self._call(cursor.fetchone)) != self._read.defined:

@@ -38,6 +38,7 @@ from airflow_cdc_provider.engine.errors import (
     TargetConflict,
     ValueRefused,
 )
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, plan_read
@@ -139,7 +140,7 @@ def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: 
             barriers.put_up(source, label)
             keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
             query = _keys_query(target.table, keys)
-            read = plan_read(source, run.pipeline.source.dsn, target.table, query, int(record.identity["timeline"]))
+            read = plan_read(source, run.pipeline.source.dsn, target.table, query, Origin.of(record.identity))
         reader = SnapshotReader(read)
         try:
             return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish, target)
@@ -176,8 +177,8 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             known = {entry_key(leaf) for leaf in before.table.leaves} if before is not None else set[str]()
             _note(run, record, {key: entry for key, entry in published.items() if key not in known})
             barriers.put_up(source, label, published)
-            timeline = int(record.identity["timeline"])
-            read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), timeline)
+            origin = Origin.of(record.identity)
+            read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
         reader = SnapshotReader(read)
         try:
@@ -234,7 +235,7 @@ def read_keys_again(
                 run.pipeline.source.dsn,
                 target_of(record, label).table,
                 _keys_query(target_of(record, label).table, members),
-                int(record.identity["timeline"]),
+                Origin.of(record.identity),
             )
             for label, members in keys.items()
         }

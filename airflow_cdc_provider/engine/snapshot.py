@@ -23,6 +23,7 @@ from airflow_cdc_provider.engine.connection import connected, describe
 from airflow_cdc_provider.engine.drift import look
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.evolution import Refuse, decide
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotReader, driver_failure, plan_read
 from airflow_cdc_provider.engine.reread import adopt, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
@@ -90,7 +91,7 @@ def copy_chunks(
                     pipeline.source.dsn,
                     targets[chunk.table].table,
                     read_query(targets[chunk.table].table, chunk),
-                    int(record.identity["timeline"]),
+                    Origin.of(record.identity),
                 ),
             )
             for chunk in chunks

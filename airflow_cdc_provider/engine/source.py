@@ -37,6 +37,7 @@ from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.errors import StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.wal import WalReader
 
 SCHEMA = "start string, end string, index int, piece binary"
@@ -49,6 +50,7 @@ _BLOCK_BYTES = 8 << 20
 class SourceOptions:
     """What the reader needs to know.
 
+    :param origin: the server whose slot it must be.
     :param applied: LSN that is durable in the sink; the stream is asked from there.
     :param max_batch_bytes: bytes of messages a batch should not exceed.
     :param heartbeat: seconds between two advances without content.
@@ -57,6 +59,7 @@ class SourceOptions:
     dsn: str = field(repr=False)
     slot: str
     publication: str
+    origin: Origin
     applied: int
     max_batch_bytes: int
     heartbeat: float
@@ -109,6 +112,7 @@ class SlotStreamReader(DataSourceStreamReader):
                 options.slot,
                 options.publication,
                 options.applied,
+                origin=options.origin,
                 block_bytes=min(_BLOCK_BYTES, options.max_batch_bytes),
                 buffer_bytes=2 * options.max_batch_bytes,
             )

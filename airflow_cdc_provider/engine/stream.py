@@ -23,6 +23,7 @@ from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.connection import Connection, connected, describe
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.gate import Passage, gate
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
@@ -88,6 +89,7 @@ class StreamJob:
         beat = time.monotonic()
         try:
             with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+                self._gate(source)  # the address may lead to another server than it did to the gate at the start
                 self._units.look(source)
                 while not self._run.stopping and not self._units.done(target):
                     if self._terminated(query):
@@ -118,6 +120,7 @@ class StreamJob:
             pipeline.source.dsn,
             pipeline.source.slot,
             pipeline.source.publication,
+            Origin.of(self._units.record.identity),
             self._units.applied,
             pipeline.stream.max_batch_bytes,
             pipeline.stream.heartbeat,

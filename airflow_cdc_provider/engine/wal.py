@@ -30,14 +30,18 @@ from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position
 from airflow_cdc_provider.engine.connection import (
     CONNECT_TIMEOUT,
     NO_TRANSACTION_TIMEOUT,
+    Connection,
     connected,
     connection_failure,
+    describe,
     scalar,
     session_dsn,
 )
 from airflow_cdc_provider.engine.errors import ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
+from airflow_cdc_provider.engine.slot import read_slot
 
 _ANSWER_SECONDS = 60.0
 _PATIENCE_SECONDS = 300.0
@@ -49,9 +53,11 @@ class WalReader:
 
     :param dsn: libpq URI of the source.
     :param start: end LSN of the last transaction that is durable in the sink; named to the server.
+    :param origin: the server that the gate has seen; ``None`` where no gate was passed, and slot and start are taken
+        as they are.
     :param buffer_bytes: bytes of messages held at most (one block may come on top).
     :raises ConnectionFailed: when the server cannot be reached.
-    :raises StreamFailed: when it refuses to stream.
+    :raises StreamFailed: when it refuses to stream, is another one, or the slot has moved beyond ``start``.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class WalReader:
         publication: str,
         start: int,
         *,
+        origin: Origin | None = None,
         block_bytes: int = 8 << 20,
         buffer_bytes: int = 128 << 20,
     ) -> None:
@@ -71,9 +78,18 @@ class WalReader:
         self._ask_reply = False
         self._failure: Exception | None = None
         self._closing = False
-        self._silence = _sender_timeout(dsn)
+        self._connection: PGconn = open_replication(dsn, f"airflow-cdc {slot}")
+        try:
+            pid = _require_origin(self._connection, dsn, origin)
+            _start_replication(self._connection, slot, publication, start)
+            with connected(dsn) as control:
+                if origin is not None:
+                    _require_slot(control, dsn, slot, pid, start)
+                self._silence = _sender_timeout(control)
+        except BaseException:
+            self._connection.finish()
+            raise
         self._status_interval = min(10.0, self._silence / 3)
-        self._connection: PGconn = _start_replication(dsn, slot, publication, start)
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="wal-reader", daemon=True)
         self._thread.start()
@@ -233,20 +249,51 @@ def open_replication(dsn: str, application: str) -> PGconn:
     )
 
 
-def _start_replication(dsn: str, slot: str, publication: str, start: int) -> PGconn:
-    connection = open_replication(dsn, f"airflow-cdc {slot}")
+def _require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
+    """Ask the server at the other end who it is; return the id of our process there.
+
+    :raises StreamFailed: when it is another than the gate has seen.
+    """
+    connection.nonblocking = 1
+    execute(connection, NO_TRANSACTION_TIMEOUT)
+    result = execute(connection, f"SELECT pg_backend_pid(), {QUERY}")
+    if result is None or result.status != pq.ExecStatus.TUPLES_OK:
+        raise StreamFailed(*_ended(connection))
+    pid, *found = ((result.get_value(0, column) or b"").decode() for column in range(result.nfields))
+    if origin is not None:
+        origin.require(found, dsn)
+    return int(pid)
+
+
+def _require_slot(control: Connection, dsn: str, slot: str, pid: int, start: int) -> None:
+    """Look at the slot now that it is ours, so that nobody can move it any more: since the gate somebody may have.
+
+    Postgres forwards a start that is behind the slot without a word.
+
+    :raises StreamFailed: when the slot is not where the stream has to begin.
+    """
+    state = read_slot(control, slot)
+    if state is None or state.active_pid != pid:
+        found = "is not the one that is being read"
+    elif state.confirmed_flush_lsn > start:
+        found = f"has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, beyond {format_lsn(start)}"
+    else:
+        return
+    raise StreamFailed(
+        f"slot {slot!r} at {describe(dsn)} {found}", "Start again: whether the stream can go on is checked first."
+    )
+
+
+def _start_replication(connection: PGconn, slot: str, publication: str, start: int) -> None:
     name = '"' + publication.replace('"', '""') + '"'
     names = "'" + name.replace("'", "''") + "'"
     command = (
         f'START_REPLICATION SLOT "{slot}" LOGICAL {format_lsn(start)} '
         f"(proto_version '1', publication_names {names}, messages 'true')"
     )
-    connection.nonblocking = 1
-    execute(connection, NO_TRANSACTION_TIMEOUT)
     result = execute(connection, command)
     if result is None or result.status != pq.ExecStatus.COPY_BOTH:
         raise StreamFailed(*_ended(connection))
-    return connection
 
 
 def _addresses(dsn: str) -> list[str]:
@@ -311,10 +358,9 @@ def _execute(connection: PGconn, command: str) -> PGresult | None:
             return first
 
 
-def _sender_timeout(dsn: str) -> float:
+def _sender_timeout(control: Connection) -> float:
     """Seconds that the server waits for us, and we for it; some minutes where the server would wait for ever."""
-    with connected(dsn) as connection:
-        timeout = scalar(connection, "SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
+    timeout = scalar(control, "SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
     return float(timeout / 1000) if timeout else _PATIENCE_SECONDS
 
 
