@@ -165,6 +165,7 @@ def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: T
         kind=relation.kind,
         column_list=rule.columns is not None,
         attnums=relation.attnums,
+        key_constraint=catalog.constraints.get(relation.oid, 0) if identity == "f" else 0,
     )
     if table.where is not None:
         _check_where(connection, table, table.where)

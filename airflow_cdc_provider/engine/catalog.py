@@ -75,11 +75,12 @@ ORDER BY a.attrelid, a.attnum
 """
 # A deferrable index is no replica identity, and identifies no row while a transaction swaps two keys.
 _KEYS = """
-SELECT i.indrelid::int8, i.indisprimary, i.indisreplident,
+SELECT i.indrelid::int8, i.indisprimary, i.indisreplident, coalesce(k.oid, 0)::int8,
        ARRAY(SELECT a.attname::text FROM pg_catalog.unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)
              JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum
              WHERE u.position <= i.indnkeyatts ORDER BY u.position)
 FROM pg_catalog.pg_index i
+LEFT JOIN pg_catalog.pg_constraint k ON k.conindid = i.indexrelid AND k.conrelid = i.indrelid AND k.contype = 'p'
 WHERE i.indrelid = ANY (%s::pg_catalog.oid[]) AND i.indisvalid AND i.indisunique AND i.indimmediate
   AND (i.indisprimary OR i.indisreplident)
 """
@@ -150,6 +151,7 @@ class Table:
     :param kind: ``r`` an ordinary table, ``p`` a partitioned one.
     :param column_list: whether the rule names the columns, so that the publication has to as well.
     :param attnums: the highest number that a column of the table has had, also one that is gone.
+    :param key_constraint: under FULL, oid of the primary key, which the log does not tell of; else 0.
     """
 
     oid: int
@@ -163,6 +165,7 @@ class Table:
     kind: str
     column_list: bool = False
     attnums: int = field(default=0, compare=False)
+    key_constraint: int = field(default=0, compare=False)
 
     @property
     def label(self) -> str:
@@ -252,6 +255,7 @@ class Catalog:
     :param leaves: by the oid of a named relation.
     :param columns: by the oid of a named relation, each with whether it is generated.
     :param primary: by oid of a relation or leaf, the columns of its primary key.
+    :param constraints: by oid of a relation or leaf, the oid of its primary key.
     :param identity_index: by oid of a relation or leaf, the columns of its REPLICA IDENTITY USING INDEX.
     """
 
@@ -260,6 +264,7 @@ class Catalog:
     leaves: Mapping[int, tuple[Relation, ...]]
     columns: Mapping[int, tuple[tuple[Column, bool], ...]]
     primary: Mapping[int, tuple[str, ...]]
+    constraints: Mapping[int, int]
     identity_index: Mapping[int, tuple[str, ...]]
 
     @classmethod
@@ -278,13 +283,15 @@ class Catalog:
         for oid, *values, generated in rows(connection, _COLUMNS, parameters):
             columns[oid] += ((Column.from_dict(dict(zip(names, values, strict=True))), generated),)
         primary: dict[int, tuple[str, ...]] = {}
+        constraints: dict[int, int] = {}
         identity_index: dict[int, tuple[str, ...]] = {}
-        for oid, is_primary, is_identity, names in rows(connection, _KEYS, [oids]):
+        for oid, is_primary, is_identity, constraint, names in rows(connection, _KEYS, [oids]):
             if is_primary:
                 primary[oid] = tuple(names)
+                constraints[oid] = constraint
             if is_identity:
                 identity_index[oid] = tuple(names)
-        return cls(connection.info.server_version, by_oid, leaves, columns, primary, identity_index)
+        return cls(connection.info.server_version, by_oid, leaves, columns, primary, constraints, identity_index)
 
     def key(self, relation: Relation, identity: str) -> tuple[str, ...]:
         """The columns that identify a row of ``relation`` under ``identity``; empty when there are none."""

@@ -73,6 +73,21 @@ def redefinition(before: Table, after: Table) -> Redefinition:
     )
 
 
+def has_other_keys(before: Table, after: Table) -> bool:
+    """Whether rows that are one by the key of one definition may be two by that of the other, unless the log tells so.
+
+    It does not tell of collations, and under FULL of no key at all.
+    """
+    collations = [[column.collation for column in table.key_columns] for table in (before, after)]
+    return before.key_constraint != after.key_constraint or collations[0] != collations[1]
+
+
+def may_coincide(table: Table) -> bool:
+    """Whether rows that are two for the source could come to be one by the recorded key, and the log not tell so."""
+    collated = any(column.collation is not None for column in table.key_columns)
+    return bool(table.key) and (table.replica_identity == "f" or collated)
+
+
 @dataclass(frozen=True)
 class Unchanged:
     """The definition is the recorded one."""
@@ -140,6 +155,8 @@ def decide(before: Table, after: Table | CdcError, relation: Relation | None = N
     files = {leaf.oid: leaf.filenode for leaf in before.leaves}
     if files.keys() != {leaf.oid for leaf in after.leaves}:
         return Adopt("its partitions are others")
+    if has_other_keys(before, after):
+        return Adopt("its rows may have had other keys for a while")
     rewritten = any(files[leaf.oid] != leaf.filenode for leaf in after.leaves)
     if relation is None and not change.changes_columns:
         stamps = {column.attnum: column.xmin for column in before.columns}
