@@ -20,11 +20,12 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import SecondWriter
+from airflow_cdc_provider.engine.errors import Fenced, SecondWriter
 from airflow_cdc_provider.engine.sinks import postgres_record
+from airflow_cdc_provider.engine.snapshot import copy_chunk
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
 from tests.conftest import Databases
-from tests.pipelines import SECONDS, PipelineUnderTest
+from tests.pipelines import SECONDS, PipelineUnderTest, chunk_task
 
 pytestmark = pytest.mark.slow
 
@@ -133,5 +134,25 @@ def test_a_heartbeat_of_another_host(pipeline: PipelineUnderTest, age: float, re
         return
     pipeline.source("UPDATE public.t SET body = 'changed' WHERE id <= 5")
     pipeline.apply()
-    assert pipeline.record.epoch == epoch + 1
+    assert pipeline.record.epoch > epoch
+    pipeline.assert_verified()
+
+
+def test_no_epoch_comes_twice(pipeline: PipelineUnderTest) -> None:
+    """A run from before the pipeline was dropped, or its sink restored, commits nothing after it was made anew."""
+    sink, backup = commands.sink_of(pipeline.pipeline), pipeline.record
+    lost = sink.take_epoch("a run that the backup does not know")
+    pipeline.target(f"UPDATE airflow_cdc.pipelines SET epoch = {backup.epoch}")
+    assert sink.take_epoch("the first run after it") > lost
+    task = chunk_task(pipeline.pipeline, backup.chunks[0].chunk, lost)
+    commands.drop(pipeline.pipeline)
+    assert isinstance(copy_chunk(task), Fenced)
+    pipeline.target("DROP TABLE public.t")
+    record = pipeline.provision()
+    assert record.epoch > lost
+    assert isinstance(copy_chunk(task), Fenced)
+    pipeline.copy()
+    with pytest.raises(Fenced):
+        sink.commit(lost, record.applied, record.applied + 1, [])
+    pipeline.apply()
     pipeline.assert_verified()

@@ -567,7 +567,7 @@ def test_an_old_epoch_commits_nothing(make_pipeline: Make) -> None:
     sink = sink_of(pipeline.pipeline)
     pipeline.copy(0)
     task = chunk_task(pipeline.pipeline, pipeline.chunk(1).chunk)
-    assert sink.take_epoch("another") == record.epoch + 1
+    assert sink.take_epoch("another") > record.epoch
     assert isinstance(copy_chunk(task), Fenced)
     assert pipeline.chunk(1).watermark is None
     with pytest.raises(Fenced):
@@ -598,7 +598,8 @@ def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypat
     monkeypatch.setattr(SnapshotReader, "finish", take_over)
     assert copy_chunk_of(pipeline.pipeline, pipeline.chunk(0).chunk) == 10
     thread.join(SECONDS)
-    assert taken == [record.epoch + 1]
+    assert taken == [pipeline.record.epoch]
+    assert taken != [record.epoch]
     assert pipeline.chunk(0).watermark is not None
     monkeypatch.setattr(SnapshotReader, "finish", finish)
     assert isinstance(copy_chunk_of(pipeline.pipeline, pipeline.chunk(1).chunk, record.epoch), Fenced)

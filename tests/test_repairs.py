@@ -39,7 +39,7 @@ from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.stream import StreamJob
 from airflow_cdc_provider.engine.wal import WalReader
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
-from tests.pipelines import SECONDS, PipelineUnderTest, execute
+from tests.pipelines import SECONDS, PipelineUnderTest, execute, query_rows
 
 pytestmark = pytest.mark.slow
 
@@ -515,16 +515,93 @@ def test_a_target_that_is_restored_and_still_in_reach_of_the_slot(
     assert_healed(pipeline)
 
 
-def test_a_record_that_is_gone(make_pipeline: Make) -> None:
+FORGET = "DELETE FROM airflow_cdc.{} WHERE pipeline = current_database()"
+LOSSES = {
+    "the schema": ("DROP SCHEMA airflow_cdc CASCADE",),
+    "the pipeline's part": tuple(FORGET.format(table) for table in ("chunks", "tables", "pipelines")),
+    "the targets too": ("DROP SCHEMA airflow_cdc CASCADE", "DROP TABLE public.t"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss"), [("mirror", "the schema"), ("changelog", "the pipeline's part"), ("mirror", "the targets too")]
+)
+def test_a_record_that_is_gone(make_pipeline: Make, mode: Mode, loss: str) -> None:
+    """The state vouches for slot and targets, and nothing of before can commit under the record that is made anew."""
+    pipeline = make_pipeline(mode)
+    sink, before = commands.sink_of(pipeline.pipeline), pipeline.record
+    pipeline.source(*LOST)
+    pipeline.target(*LOSSES[loss])
+    solution = refused(pipeline, GateClosed, "no commit record")
+    carry_out(pipeline, solution)
+    applied = pipeline.record.applied
+    with pytest.raises(Fenced):
+        sink.commit(before.epoch, applied, applied + 1, [])
+    assert_healed(pipeline)
+    assert pipeline.source_rows("SELECT count(*) FROM pg_replication_slots WHERE database = current_database()") == [
+        (1,)
+    ]
+
+
+def test_a_record_that_is_gone_and_targets_that_are_not_as_they_were(make_pipeline: Make) -> None:
+    """Nobody knows under which definition the rows were written; and tables that have joined only the file are not
+    ours."""
+    pipeline = make_pipeline()
+    pipeline.source(*LOST, "ALTER TABLE public.t ADD b int", "CREATE TABLE public.u (id int PRIMARY KEY)")
+    pipeline.target("DROP SCHEMA airflow_cdc CASCADE")
+    solution = refused(pipeline, GateClosed, "no commit record")
+    before = content(pipeline)
+    with pytest.raises(ForeignTable, match=r"is not defined as public\.t is now; its columns would be id int"):
+        carry_out(pipeline, solution)
+    pipeline.target("ALTER TABLE public.t ADD b int")
+    pipeline.target("CREATE TABLE public.u (id int PRIMARY KEY)", "INSERT INTO public.u VALUES (1)")
+    pipeline.change(source={"tables": ["public.t", "public.u"]})
+    with pytest.raises(ForeignTable, match=r"public\.u exists and has rows that pipeline .* did not write"):
+        carry_out(pipeline, solution)
+    assert [row[:2] for row in content(pipeline)] == before
+    assert pipeline.target_rows("SELECT to_regclass('airflow_cdc.pipelines')") == [(None,)]
+    pipeline.change(source={"tables": ["public.t"]})
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+
+
+def test_another_sink_is_not_taken_for_one_that_has_lost_its_record(
+    make_pipeline: Make, target_server: PostgresServer
+) -> None:
+    pipeline = make_pipeline()
+    other = f"other_{pipeline.name}"
+    create_database(target_server, other)
+    try:
+        execute(target_server.dsn(other), TABLE, ROWS)
+        pipeline.change(sink={"dsn": target_server.dsn(other)})
+        with pytest.raises(GateClosed, match="neither the sink has a commit record"):
+            provisioning.start_over(pipeline.pipeline, takeover=False)
+        with pytest.raises(ForeignTable, match=r"public\.t exists and has rows"):
+            pipeline.provision()
+        assert query_rows(target_server.dsn(other), "SELECT count(*) FROM public.t WHERE body LIKE 'row %'") == [(20,)]
+    finally:
+        drop_database(target_server, other)
+
+
+def test_a_pipeline_without_its_record_is_dropped(make_pipeline: Make) -> None:
+    pipeline = make_pipeline()
+    pipeline.target("DROP SCHEMA airflow_cdc CASCADE")
+    commands.drop(pipeline.pipeline)
+    left = "SELECT slot_name FROM pg_replication_slots WHERE database = current_database()"
+    assert pipeline.source_rows(f"{left} UNION ALL SELECT pubname FROM pg_publication") == []
+
+
+def test_a_record_and_a_state_that_are_gone(make_pipeline: Make) -> None:
     """What nothing vouches for is not continued, nor taken for ours: the pipeline begins anew, as the messages say."""
     pipeline = make_pipeline()
     pipeline.source(*LOST)
     pipeline.target("DROP SCHEMA airflow_cdc CASCADE")
+    shutil.rmtree(pipeline.state)
     with pytest.raises(GateClosed, match="no commit record") as missing:
         pipeline.apply()
     assert "airflow-cdc provision" in missing.value.solution
-    with pytest.raises(GateClosed, match="no commit record"):
-        provisioning.start_over(pipeline.pipeline, takeover=False)
+    with pytest.raises(GateClosed, match="neither the sink has a commit record"):
+        carry_out(pipeline, missing.value.solution)
     with pytest.raises(ForeignTable, match=r"public\.t exists and has rows"):
         pipeline.provision()
     pipeline.target("TRUNCATE public.t")

@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed
 from airflow_cdc_provider.engine.gate import gate
+from airflow_cdc_provider.engine.ledger import forget_ledger, write_ledger
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import (
     RESNAPSHOT,
@@ -152,7 +153,7 @@ def snapshot(
 
         with spark_session(pipeline, "snapshot") as spark:
             keep_trying(run, record, attempt)
-        provisioning.write_ledger(run.state, existing_record(pipeline))
+        write_ledger(pipeline, run.state, existing_record(pipeline))
         return _rate(asdict(done), done.rows)
 
 
@@ -413,6 +414,7 @@ def drop(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
     refuse_second_writer(state, record.epoch if record else 0, None, takeover)
     with connected(pipeline.source.dsn) as source:
         provisioning.remove_slot(source, pipeline, record, state)
+    forget_ledger(state)
     sink.drop()
     state.remove("")
     return {"dropped": pipeline.name}

@@ -9,7 +9,7 @@ applied LSN. What is found in place is verified, not made again.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,8 @@ from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed
-from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import gate, require_primary
+from airflow_cdc_provider.engine.ledger import read_ledger, write_ledger
 from airflow_cdc_provider.engine.publication import (
     create_publication,
     drop_publication,
@@ -53,8 +53,10 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
     :returns: the commit record and the slot.
     :raises CdcError: when something stands in the way; then nothing has been changed.
     """
-    checks.require(checks.preflight(pipeline))
     state = State(pipeline.state)
+    if read_ledger(pipeline, state) is not None:
+        existing_record(pipeline)  # there has been one
+    checks.require(checks.preflight(pipeline))
     sink, names = sink_of(pipeline), pipeline.source
     record = sink.record()
     refuse_second_writer(state, record.epoch if record else 0, None, takeover)
@@ -66,7 +68,8 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
                 sink.prepare(_targets(pipeline, tables), _plan(source, pipeline, tables), identity, consistent)
             epoch = take_epoch(pipeline, state, takeover)
         else:
-            _refuse_other_sink(pipeline, record)
+            _refuse_other_mode(pipeline, record.identity)
+            _refuse_other_names(pipeline, record)
             epoch = take_epoch(pipeline, state, takeover)
             record = existing_record(pipeline)
             require_epoch(record, epoch)
@@ -91,7 +94,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         state.remove(_PROVISIONING)
         record = existing_record(pipeline)
         require_epoch(record, epoch)
-        write_ledger(state, record)
+        write_ledger(pipeline, state, record)
         found = gate(source, names, record).slot
     return record, found
 
@@ -118,13 +121,17 @@ def _refuse_taken_slot(source: Connection, name: str) -> None:
         )
 
 
-def _refuse_other_sink(pipeline: Pipeline, record: Record) -> None:
-    """Mode and target names are part of what has been written; the file may not change them."""
-    if record.identity["mode"] != pipeline.sink.mode:
+def _refuse_other_mode(pipeline: Pipeline, identity: Mapping[str, Any]) -> None:
+    """The mode is part of what has been written; the file may not change it."""
+    if identity["mode"] != pipeline.sink.mode:
         raise ConfigError(
-            f"sink.mode: {pipeline.sink.mode!r}, but the pipeline has been provisioned as {record.identity['mode']!r}",
+            f"sink.mode: {pipeline.sink.mode!r}, but the pipeline has been provisioned as {identity['mode']!r}",
             "Put the mode back, or use another pipeline name for the other mode.",
         )
+
+
+def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
+    """So are the names of the targets."""
     for target in record.targets:
         if (target.schema, target.name) != checks.target_name(pipeline, target.table):
             raise ConfigError(
@@ -179,11 +186,16 @@ def _may_be_recorded(pipeline: Pipeline, consistent: int | None) -> bool:
 
 
 def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, state: State) -> None:
-    """Remove the slot of the record, and the publication if it was made with it; never those of others."""
-    left = record.identity if record is not None else state.read(_PROVISIONING)
+    """Remove the slot of the record, and the publication if it was made with it; never those of others.
+
+    Where there is no record, the state tells what was made.
+    """
+    ledger = read_ledger(pipeline, state) if record is None else None
+    known = record or ledger
+    left = known.identity if known is not None else state.read(_PROVISIONING)
     if left is not None:
         slot.drop_slot(source, left["slot"], slot.reader_name(pipeline.source.dsn, left["slot"]))
-    if record is not None and record.identity["created_publication"]:
+    if known is not None and known.identity["created_publication"]:
         drop_publication(source, pipeline.source.publication)
 
 
@@ -219,41 +231,52 @@ def _plan(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> li
     return [chunk for table in tables for chunk in plan(source, table, pipeline.snapshot.chunk_rows)]
 
 
-def write_ledger(state: State, record: Record) -> None:
-    """Replace the copy of the chunk ledger that stands in the state."""
-    chunks = [
-        {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
-        for c in record.chunks
-        if c.keys is None
-    ]
-    failpoint("before-ledger")
-    state.write("ledger.json", {"chunks": chunks})
-    failpoint("after-ledger")
-
-
 def start_over(pipeline: Pipeline, takeover: bool) -> None:
     """Recreate publication and slot, and plan every table as one chunk that replaces it: readers see no hole.
 
+    A record that is lost is made anew, if the state vouches for what the pipeline has made.
+
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
-    :raises GateClosed: when the slot's name belongs to others.
+    :raises GateClosed: when the slot's name belongs to others, or there is neither record nor ledger.
+    :raises ForeignTable: when there is no record, and a target with rows is not in the ledger, or has other columns.
     """
     state, sink = State(pipeline.state), sink_of(pipeline)
-    record = existing_record(pipeline)
-    _refuse_other_sink(pipeline, record)
+    record, ledger = sink.record(), read_ledger(pipeline, state)
+    known = record or ledger
+    if known is None:
+        raise GateClosed(
+            f"neither the sink has a commit record of pipeline {pipeline.name!r}, nor the state {pipeline.state} what"
+            " it has made",
+            "If it has never been provisioned, use `airflow-cdc run`. If both are lost, empty or drop the target tables"
+            f" and drop the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
+        )
+    _refuse_other_mode(pipeline, known.identity)
+    if record is not None:
+        _refuse_other_names(pipeline, record)
     with connected(pipeline.source.dsn) as source:
         require_primary(source)
         tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
-        if pipeline.source.slot != record.identity["slot"]:
+        if pipeline.source.slot != known.identity["slot"]:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, pipeline.source.slot)
-        if not record.identity["created_publication"]:
+        if not known.identity["created_publication"]:
             checks.check_publication(source, pipeline, tables)  # it stays as it is
-        epoch = take_epoch(pipeline, state, takeover)
+        epoch = None
+        if record is not None:
+            epoch = take_epoch(pipeline, state, takeover)
+        else:
+            refuse_second_writer(state, 0, None, takeover)
         state.write(_PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)
         with _new_slot(source, pipeline, state, tables) as (identity, consistent):
-            made = identity["created_publication"] or record.identity["created_publication"]
-            identity = identity | {"created_publication": made}
-            sink.restart(epoch, _targets(pipeline, tables), identity, consistent)
+            made = identity["created_publication"] or known.identity["created_publication"]
+            identity, targets = identity | {"created_publication": made}, _targets(pipeline, tables)
+            if epoch is not None:
+                sink.restart(epoch, targets, identity, consistent)
+            else:
+                assert ledger is not None
+                ours = {t.table.label for t in targets if ledger.targets.get(t.table.label) == (t.schema, t.name)}
+                chunks = [Chunk(table.label, 0, None, None) for table in tables]
+                sink.prepare(targets, chunks, identity, consistent, ours)
     state.remove("checkpoint")
     state.remove(_PROVISIONING)

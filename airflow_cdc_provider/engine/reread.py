@@ -38,6 +38,7 @@ from airflow_cdc_provider.engine.errors import (
     TargetConflict,
     ValueRefused,
 )
+from airflow_cdc_provider.engine.ledger import write_ledger
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
@@ -185,6 +186,8 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             target = Target(table, *place)
             written = run.sink.replace(run.epoch, target, None, reader.batches(), reader.finish, before)
             _note(run, record, published)
+            if before is None:
+                write_ledger(pipeline, run.state, existing_record(pipeline))
             return written
         except SchemaChanged:
             continue  # between the look at the catalog and the read

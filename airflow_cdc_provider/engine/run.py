@@ -59,8 +59,9 @@ def existing_record(pipeline: Pipeline) -> Record:
     if record is None:
         raise GateClosed(
             f"the sink has no commit record of pipeline {pipeline.name!r}",
-            "Run `airflow-cdc provision` (or `run`) first. If the sink has been restored or replaced, drop the pipeline"
-            " and provision it again.",
+            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
+            " `airflow-cdc resnapshot --all`: it makes the record anew, with publication and slot, and reads all"
+            " tables again.",
         )
     return record
 

@@ -12,7 +12,7 @@ transactions, or a re-read. Chunks are committed by the task that read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -169,11 +169,15 @@ class Sink(Protocol):
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
         consistent_point: int,
+        ours: Collection[str] = (),
     ) -> None:
         """Create commit record and target tables, or accept those that are there and ours; all or nothing.
 
         :param chunks: of the targets, unfinished.
-        :raises ForeignTable: when a target table has rows that are not ours, or not our key.
+        :param ours: labels of tables whose targets are known to be the pipeline's, although no record says so; their
+            chunks have no bounds, and replace what is there.
+        :raises ForeignTable: when a target table has rows that are not ours, or not our key or columns.
+        :raises GateClosed: when such a target is a changelog of a history that the source has left.
         :raises SecondWriter: when there is a record with another applied LSN or identity.
         """
 

@@ -95,6 +95,34 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
     record_target(connection, pipeline, target)
 
 
+def adopt_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
+    """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced.
+
+    :raises ForeignTable: when it is not defined as its source table is now.
+    """
+    table = sql.Identifier(target.schema, target.name)
+    wanted = {column.name: column_type(connection, column).bare for column in target.table.columns}
+    query = (
+        "SELECT attname::text, format_type(atttypid, atttypmod) FROM pg_attribute"
+        " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped AND attgenerated = ''"
+    )
+    found = dict(rows(connection, query, [table.as_string(connection)]))
+    if mode == "changelog":  # it has types beneath domains, and keeps columns that are gone
+        loose = [column.name for column in target.table.columns if not column.builtin]
+        wanted |= CHANGELOG_COLUMNS
+        wanted |= {name: found[name] for name in (*loose, *CHANGELOG_COLUMNS) if name in found}
+        found = {name: kind for name, kind in found.items() if name in wanted}
+    if found != wanted or (mode == "mirror" and target.table.key and not _has_key(connection, table, target)):
+        shown = ", ".join(f"{name} {kind}" for name, kind in wanted.items())
+        key = f", and a unique key on ({', '.join(target.table.key)})" if mode == "mirror" and target.table.key else ""
+        raise ForeignTable(
+            f"the target table {target.schema}.{target.name} is not defined as {target.table.label} is now; its columns"
+            f" would be {shown}{key}",
+            "Give it these, or drop or rename it, so that it is created; then run `airflow-cdc resnapshot --all`.",
+        )
+    record_target(connection, pipeline, target)
+
+
 def record_target(connection: Connection, pipeline: str, target: Target) -> None:
     """Enter a target table into the commit record, as one of ours."""
     rows(

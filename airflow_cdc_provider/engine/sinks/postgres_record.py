@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
-from airflow_cdc_provider.engine.sinks.postgres_definition import prepare_target, record_target, redefine
+from airflow_cdc_provider.engine.sinks.postgres_definition import adopt_target, prepare_target, record_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres_refusals import target_conflict
 from airflow_cdc_provider.engine.sinks.postgres_tables import TableStatements
 from airflow_cdc_provider.engine.visibility import Snapshot
@@ -129,9 +129,10 @@ class PostgresRecord:
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
         consistent_point: int,
+        ours: Collection[str] = (),
     ) -> None:
         """See :meth:`.base.Sink.prepare`."""
-        self._insistently(lambda: self._prepare(targets, chunks, identity, consistent_point))
+        self._insistently(lambda: self._prepare(targets, chunks, identity, consistent_point, ours))
         failpoint("after-plan")
 
     def _prepare(
@@ -140,6 +141,7 @@ class PostgresRecord:
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
         consistent_point: int,
+        ours: Collection[str],
     ) -> None:
         with self._transaction() as connection:
             self._limit_waiting(connection)
@@ -157,7 +159,12 @@ class PostgresRecord:
                     "Nothing to do if the other run is meant; otherwise stop it and start again.",
                 )
             for target in targets:
-                prepare_target(connection, self.pipeline, self.mode, target)
+                if target.table.label in ours and _exists(connection, target):
+                    if self.mode == "changelog":
+                        self._refuse_older_history(connection, target, consistent_point)
+                    adopt_target(connection, self.pipeline, self.mode, target)
+                else:
+                    prepare_target(connection, self.pipeline, self.mode, target)
             for chunk in chunks:
                 self._plan(connection, chunk)
             failpoint("before-plan")
@@ -286,7 +293,13 @@ class PostgresRecord:
     def _next_epoch(self, owner: str) -> int:
         with self._transaction() as connection:
             self._limit_waiting(connection)
-            query = "UPDATE airflow_cdc.pipelines SET epoch = epoch + 1, owner = %s WHERE pipeline = %s RETURNING epoch"
+            # By the clock, so that no epoch comes twice: a record that is restored or made anew would count again from
+            # where it has been, and a run of then could commit under the epoch of one of now.
+            query = (
+                "UPDATE airflow_cdc.pipelines SET owner = %s,"
+                " epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)"
+                " WHERE pipeline = %s RETURNING epoch"
+            )
             return int(scalar(connection, query, [owner, self.pipeline]))
 
     @staticmethod
@@ -368,11 +381,17 @@ class PostgresRecord:
 
     def _fence(self, connection: Connection, epoch: int, lock: Literal["FOR SHARE", "FOR UPDATE"]) -> str:
         """Lock the epoch row and return the applied LSN."""
-        current, applied = row(
+        found = rows(
             connection,
             f"SELECT epoch, applied_lsn::text FROM airflow_cdc.pipelines WHERE pipeline = %s {lock}",
             [self.pipeline],
         )
+        if not found:
+            raise Fenced(
+                f"the sink {describe(self.dsn)} has no commit record of pipeline {self.pipeline} any more",
+                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
+            )
+        ((current, applied),) = found
         if current != epoch:
             raise Fenced(
                 f"this run of pipeline {self.pipeline} has epoch {epoch}, but the sink {describe(self.dsn)} is at"

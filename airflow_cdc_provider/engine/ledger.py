@@ -1,0 +1,62 @@
+"""The copy of the commit record that stands in the state: which chunks are finished, and what the pipeline has made.
+
+Nothing goes on from it. But it vouches for slot and target tables if the sink's record is lost: what is known to be
+the pipeline's own may be replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import describe
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.state import State
+
+_FILE = "ledger.json"
+_KEPT = ("slot", "created_publication", "mode")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a pipeline was, as far as the state tells.
+
+    :param identity: of the record's, the slot, the mode, and whether the publication was created by the pipeline.
+    :param targets: by label of the source table, schema and name of its target.
+    """
+
+    identity: dict[str, Any]
+    targets: dict[str, tuple[str, str]]
+
+
+def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
+    """Replace the copy by what the record says now."""
+    chunks = [
+        {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
+        for c in record.chunks
+        if c.keys is None
+    ]
+    failpoint("before-ledger")
+    made = {
+        "sink": describe(pipeline.sink.dsn),
+        "identity": {name: record.identity[name] for name in _KEPT},
+        "targets": {target.table.label: [target.schema, target.name] for target in record.targets},
+    }
+    state.write(_FILE, made | {"chunks": chunks})
+    failpoint("after-ledger")
+
+
+def read_ledger(pipeline: Pipeline, state: State) -> Ledger | None:
+    """The copy; ``None`` without one, or when it is of another sink."""
+    found = state.read(_FILE)
+    if found is None or found.get("sink") != describe(pipeline.sink.dsn):
+        return None
+    targets = {label: (schema, name) for label, (schema, name) in found["targets"].items()}
+    return Ledger(found["identity"], targets)
+
+
+def forget_ledger(state: State) -> None:
+    """Remove the copy, so that nothing is taken for the pipeline's own any more."""
+    state.remove(_FILE)
