@@ -639,7 +639,6 @@ def test_a_state_that_is_gone(make_pipeline: Make, mode: Mode) -> None:
 def test_a_checkpoint_is_kept_only_if_the_record_bears_it_out(make_pipeline: Make) -> None:
     """It is a cursor: one ahead of the record would skip what has never been applied, so it is made anew."""
     pipeline = make_pipeline()
-    checkpoint = pipeline.state / "checkpoint"
     with run_part(pipeline.pipeline, "snapshot-0", None) as (run, record):
         job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
         for ahead, block, committed, kept in (
@@ -651,15 +650,29 @@ def test_a_checkpoint_is_kept_only_if_the_record_bears_it_out(make_pipeline: Mak
             (8, 0, False, False),
             (0, 1, True, False),
         ):
-            State(pipeline.pipeline.state).remove("checkpoint")
-            for folder in ("offsets", "commits"):
-                (checkpoint / folder).mkdir(parents=True)
-            offset = json.dumps(Position(record.applied + ahead, block).to_json())
-            (checkpoint / "offsets" / "7").write_text(f"v1\n{{}}\n{offset}")
-            if committed:
-                (checkpoint / "commits" / "7").write_text("v1\n{}")
+            checkpoint = write_checkpoint(pipeline, Position(record.applied + ahead, block), committed)
             job._discard_foreign_checkpoint()
             assert checkpoint.exists() is kept, (ahead, block, committed)
+        for torn in ("metadata", "offsets/6", "offsets/7", "commits/7"):
+            for content_left in ("", "v1", "v1\n{", "\0" * 20, "[]"):
+                checkpoint = write_checkpoint(pipeline, Position(record.applied), True)
+                (checkpoint / torn).write_text(content_left)
+                job._discard_foreign_checkpoint()
+                assert not checkpoint.exists(), (torn, content_left)
+
+
+def write_checkpoint(pipeline: PipelineUnderTest, position: Position, committed: bool) -> Path:
+    """A checkpoint as Spark leaves it after some batches; gives its directory."""
+    checkpoint = pipeline.state / "checkpoint"
+    State(pipeline.pipeline.state).remove("checkpoint")
+    for folder in ("offsets", "commits"):
+        (checkpoint / folder).mkdir(parents=True)
+    (checkpoint / "metadata").write_text('{"id":"5a1e"}')
+    for batch in (6, 7):
+        (checkpoint / "offsets" / str(batch)).write_text(f"v1\n{{}}\n{json.dumps(position.to_json())}")
+        if batch == 6 or committed:
+            (checkpoint / "commits" / str(batch)).write_text("v1\n{}")
+    return checkpoint
 
 
 # -- a slot in other hands -----------------------------------------------------------------------------

@@ -74,7 +74,10 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     except Exception as e:
         raise SparkUnusable(
             f"Spark does not start on {pipeline.spark.master}: {str(e).splitlines()[0]}",
-            "Check that Java 17 or newer is installed, and spark.master and spark.conf of the pipeline file.",
+            # A socket's path has 108 bytes; by default it lies in Java's directory for temporary files.
+            "Name a directory with a short path by spark.python.unix.domain.socket.dir in spark.conf."
+            if "path too long" in str(e)
+            else "Check that Java 17 or newer is installed, and spark.master and spark.conf of the pipeline file.",
         ) from e
     try:
         with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:

@@ -79,18 +79,29 @@ class State:
     def latest_offset(self) -> tuple[dict[str, Any], bool] | None:
         """The last offset in Spark's checkpoint and whether its batch is committed; ``None`` without a checkpoint.
 
-        The file's lines are a version, Spark's metadata, and one offset a source.
-
-        :raises ValueError: when the file is not whole, as after a power cut: Spark does not sync it.
+        :raises ValueError: when a file is not whole that Spark would read, as after a power cut: it syncs none.
         """
-        names = [name.rsplit("/", 1)[-1] for name in self.names("checkpoint/offsets")]
-        batches = [int(name) for name in names if name.isdigit()]
-        if not batches:
-            return None
-        lines = self._fs.cat_file(f"{self._root}/checkpoint/offsets/{max(batches)}").decode().splitlines()
-        if len(lines) < 3:
-            raise ValueError(f"the last offset file of {self.checkpoint_url} is not whole")
-        return json.loads(lines[2]), f"checkpoint/commits/{max(batches)}" in self.names("checkpoint/commits")
+        if "checkpoint/metadata" in self.names("checkpoint"):
+            self._checkpoint_objects("metadata", 1)
+        offsets, commits = self._batches("offsets"), self._batches("commits")
+        # Spark reads the last of each, and the offset before, where its batch ends and the next one begins.
+        for batch in commits[-1:]:
+            self._checkpoint_objects(f"commits/{batch}", 1)
+        found = [self._checkpoint_objects(f"offsets/{batch}", 2) for batch in offsets[-2:]]
+        return (found[-1][1], offsets[-1] in commits) if found else None
+
+    def _batches(self, folder: str) -> list[int]:
+        """The batches that have a file in a folder of Spark's checkpoint, in order."""
+        names = (name.rsplit("/", 1)[-1] for name in self.names(f"checkpoint/{folder}"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _checkpoint_objects(self, name: str, count: int) -> list[dict[str, Any]]:
+        """The lines of a file of Spark's checkpoint after its version: Spark's metadata, then one offset a source."""
+        lines = self._fs.cat_file(f"{self._root}/checkpoint/{name}").decode().splitlines()
+        found = [json.loads(line) for line in lines if not line.startswith("v")]
+        if len(found) < count or not all(isinstance(value, dict) for value in found):
+            raise ValueError(f"{self.checkpoint_url}/{name} is not whole")
+        return found
 
     @property
     def checkpoint_url(self) -> str:

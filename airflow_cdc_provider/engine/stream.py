@@ -8,12 +8,14 @@ discarded and the stream begins again where the record says.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
@@ -30,6 +32,8 @@ from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot, wait_until
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.units import Units
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _ACKNOWLEDGE_SECONDS = 30.0
@@ -186,7 +190,10 @@ class StreamJob:
         self._units.halted = True
         with self._unit:
             self._stopped = True
-        query.stop()
+        try:
+            query.stop()
+        except (Py4JError, PySparkException) as e:  # the error at hand, if there is one, is the one to be told
+            log.warning("the streaming query did not end: %s", str(e).splitlines()[0])
         # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
         with contextlib.suppress(CdcError, *DRIVER_ERRORS):
             self._sink.sweep(self._run.epoch)
