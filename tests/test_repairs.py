@@ -421,13 +421,15 @@ def wal_status(pipeline: PipelineUnderTest) -> str:
     return str(commands.status(pipeline.pipeline)["slot"]["wal_status"])
 
 
-def test_a_slot_that_has_lost_its_log(make_pipeline: Make, make_server: ServerMaker) -> None:
+@pytest.mark.parametrize(("version", "reason"), [("16", "wal_status = lost"), ("18", "wal_status = lost, wal_removed")])
+def test_a_slot_that_has_lost_its_log(make_pipeline: Make, make_server: ServerMaker, version: str, reason: str) -> None:
+    """Newer servers also say why."""
     settings = {"max_slot_wal_keep_size": "2MB", "min_wal_size": "32MB", "max_wal_size": "32MB"}
-    pipeline = make_pipeline("changelog", make_server(settings=settings))
+    pipeline = make_pipeline("changelog", make_server(version, settings))
     pipeline.source(*LOST)
     write_log(pipeline, 40)
     assert wal_status(pipeline) == "lost"
-    solution = refused(pipeline, GateClosed, r"has lost the log it needs \(wal_status = lost")
+    solution = refused(pipeline, GateClosed, rf"has lost the log it needs \({reason}\)")
     assert "max_slot_wal_keep_size" in solution
     carry_out(pipeline, solution)
     assert_healed(pipeline)
