@@ -254,11 +254,12 @@ class Driver(Stoppable):
         if kind == "done":
             # A run that was stopped in its snapshot has not streamed.
             self._copied |= job.name != "resnapshot" and '"stream": null' not in outcome.stdout
-            self._starting_over.clear()
-        elif kind == "GateClosed" and self._starting_over.is_set():
-            self._all_next = True  # it has broken off between the new slot and its record
         elif kind not in _RETRYABLE and not kind.startswith(tuple(job.expected)):
             self.wrong.append(text)
+        if self._job is None and kind == "done":  # else another has begun meanwhile
+            self._starting_over.clear()
+        elif self._job is None and kind == "GateClosed":
+            self._all_next = True  # it has broken off between the new slot and its record
 
     @staticmethod
     def _kind(outcome: Outcome) -> str:
