@@ -171,7 +171,7 @@ KEYLESS = "CREATE TABLE {t} (id int, a int, v varchar(10), w text); ALTER TABLE 
 # Postgres lets nobody change what a publication's condition or list of columns is made of.
 BESIDE = {name: (FOLLOWED | READ_AGAIN)[name] for name in ("default", "there_and_back", "not_null", "volatile")}
 SHAPES: dict[str, tuple[str, dict[str, Any], Mapping[str, Sequence[str]], set[str]]] = {
-    "no key": (KEYLESS, {}, TYPICAL, set()),
+    "no key": (KEYLESS, {}, TYPICAL | {"recomputed": READ_AGAIN["recomputed"]}, set()),
     "a condition": (TABLE, {"where": "id > 2"}, TYPICAL, set()),
     "columns and a condition": (TABLE, {"columns": ["id", "v", "w"], "where": "id > 2"}, BESIDE, {"volatile"}),
 }

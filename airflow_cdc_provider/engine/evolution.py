@@ -82,10 +82,9 @@ def has_other_keys(before: Table, after: Table) -> bool:
     return before.key_constraint != after.key_constraint or collations[0] != collations[1]
 
 
-def may_coincide(table: Table) -> bool:
-    """Whether rows that are two for the source could come to be one by the recorded key, and the log not tell so."""
-    collated = any(column.collation is not None for column in table.key_columns)
-    return bool(table.key) and (table.replica_identity == "f" or collated)
+def has_silent_identity(table: Table) -> bool:
+    """Whether the log does not tell when what tells the table's rows apart becomes another."""
+    return table.replica_identity == "f" or any(column.collation is not None for column in table.key_columns)
 
 
 @dataclass(frozen=True)

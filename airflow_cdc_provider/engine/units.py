@@ -29,6 +29,7 @@ from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.drift import catalog_state, drifted, look
 from airflow_cdc_provider.engine.errors import Blocked, CannotFollow, CdcError, OlderTransactions, StreamFailed
 from airflow_cdc_provider.engine.evolution import (
+    Adopt,
     Follow,
     Misfit,
     Refuse,
@@ -36,7 +37,7 @@ from airflow_cdc_provider.engine.evolution import (
     Verdict,
     decide,
     has_other_keys,
-    may_coincide,
+    has_silent_identity,
 )
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
@@ -330,7 +331,7 @@ class Units:
         if split:
             for label in sorted(split):
                 self._insist(partial(adopt, self._run, label, self._barriers), label)
-        elif self._keys_hold(unit):
+        elif self._identities_hold(unit):
             try:
                 self._run.sink.commit(self._run.epoch, start, end, unit)
                 return True
@@ -340,30 +341,33 @@ class Units:
         self.record = existing_record(self._run.pipeline)
         return False
 
-    def _keys_hold(self, unit: list[StagedPiece]) -> bool:
+    def _identities_hold(self, unit: list[StagedPiece]) -> bool:
         """Whether rows that the unit takes for one are one; false when a table had to be read again for it.
 
-        Whoever gives a table another key locks out everybody who writes to it. So what the catalog says after the
-        unit's transactions, if it still is what was recorded, has held for all of them.
+        Whoever gives a table another key, or all of its rows other values, locks out everybody who writes to it. So
+        what the catalog says after the unit's transactions, if it still is what was recorded, has held for all of them.
 
         :raises CannotFollow: when the key is made of other columns.
         """
         touched = {staged.label for piece in unit for staged in piece.tables}
         targets = (target for target in self.record.targets if target.table.label in touched)
-        watched = [target for target in targets if may_coincide(target.table)]
+        watched = [target for target in targets if has_silent_identity(target.table)]
         if not watched or self._run.pipeline.sink.mode == "changelog":
             return True
         with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
             self.look(source)
         found = self._drift.tables if self._drift is not None else {}
-        changed = [
-            (target, after)
-            for target in watched
-            if isinstance(after := found.get(target.table.label), Table) and has_other_keys(target.table, after)
-        ]
-        for target, after in changed:
-            self._insist(partial(self._change, target, decide(target.table, after)), target.table.label)
-        return not changed
+        held = True
+        for target in watched:
+            after = found.get(target.table.label)
+            if not isinstance(after, Table):
+                continue
+            verdict = decide(target.table, after)
+            # Without a key the whole row is what is looked for.
+            if has_other_keys(target.table, after) or (isinstance(verdict, Adopt) and not target.table.key):
+                self._insist(partial(self._change, target, verdict), target.table.label)
+                held = False
+        return held
 
     def _take_requests(self) -> str | None:
         """Take the requests; what they wait for, if they do."""
