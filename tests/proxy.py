@@ -17,10 +17,10 @@ class Proxy:
     is gone.
     """
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, listener: socket.socket | None = None) -> None:
         self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
+        self._listener = listener or socket.create_server(("127.0.0.1", 0))
+        self.host, self.port = self._listener.getsockname()
         self._frozen = threading.Event()
         self._closed = threading.Event()
         self._pairs: list[_Pair] = []

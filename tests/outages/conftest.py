@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.sinks import postgres_record
 from airflow_cdc_provider.engine.slot import drop_slot, reader_name
 from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
+from tests.network import Network
 from tests.outages.scene import QUICK, SCHEMA
 from tests.pipelines import PipelineUnderTest, execute
 from tests.proxy import Proxy
@@ -68,7 +69,11 @@ def make(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., PipelineUnderTest
     made: list[PipelineUnderTest] = []
 
     def make(
-        restart: dict[str, Any] = QUICK, through: str = "", tablespace: str = "", **stream: Any
+        restart: dict[str, Any] = QUICK,
+        through: str = "",
+        tablespace: str = "",
+        network: Network | None = None,
+        **stream: Any,
     ) -> PipelineUnderTest:
         name = f"o{os.getpid()}_{next(_numbers)}"
         create_database(pair.source, name)
@@ -86,8 +91,9 @@ def make(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., PipelineUnderTest
         )
         if through:
             server = pair.servers[through]
-            proxies.append(Proxy(server.port))
-            dsn = server.dsn(name, PIPELINE_ROLE).replace(f":{server.port}/", f":{proxies[-1].port}/")
+            proxies.append(Proxy(server.port, network and network.listener()))
+            address = f"@{proxies[-1].host}:{proxies[-1].port}/"
+            dsn = server.dsn(name, PIPELINE_ROLE).replace(f"@127.0.0.1:{server.port}/", address)
             pipeline.change(**{"source" if through == "source" else "sink": {"dsn": dsn}})
             pipeline.proxy = proxies[-1]  # type: ignore[attr-defined]
         pipeline.source(*SCHEMA)
@@ -108,9 +114,19 @@ def make(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., PipelineUnderTest
 
 
 @pytest.fixture
+def network() -> Iterator[Network]:
+    """A network whose packets can be dropped."""
+    made = Network()
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeouts of production, shortened."""
     monkeypatch.setattr(liveness, "SILENCE_SECONDS", 2.0)
     monkeypatch.setattr(liveness, "ANSWER_SECONDS", 2)
     monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 1.0)
     monkeypatch.setitem(connection._TRANSPORT, "connect_timeout", "2")
+    for name in ("idle", "interval"):
+        monkeypatch.setitem(connection._TRANSPORT, f"keepalives_{name}", "1")

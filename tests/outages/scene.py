@@ -16,6 +16,7 @@ import pytest
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.slot import emit_marker
+from tests.network import Network
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, query_rows
 from tests.proxy import Proxy
 from tests.streaming import SECONDS, Streaming
@@ -121,6 +122,7 @@ class Scene:
     pipeline: PipelineUnderTest
     stream: Streaming
     monkeypatch: pytest.MonkeyPatch
+    network: Network | None = None
 
     @property
     def database(self) -> str:
@@ -171,8 +173,9 @@ def halted(side: str, which: Callable[[psutil.Process], bool] = lambda process: 
 
 @dataclass(frozen=True)
 class Case:
-    """An outage, a pattern of the complaint, and where the pipeline's way leads through a proxy."""
+    """An outage, a pattern of the complaint, and where the pipeline's way leads through a proxy, or another network."""
 
     outage: Outage
     pattern: str
     through: str = ""
+    network: bool = False

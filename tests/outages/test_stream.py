@@ -12,11 +12,12 @@ import contextlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import psutil
 import psycopg
 import pytest
+from psycopg import pq
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
@@ -91,6 +92,43 @@ def locked(scene: Scene) -> Iterator[None]:
         yield
 
 
+def dropped(scene: Scene) -> AbstractContextManager[None]:
+    """Packets are lost, in both directions."""
+    assert scene.network is not None
+    return scene.network.unplugged()
+
+
+@contextmanager
+def standby(scene: Scene) -> Iterator[None]:
+    """The target comes back as a standby, and is promoted."""
+    server = scene.pair.target
+    server.stop("fast")
+    signal = server.data_directory / "standby.signal"
+    signal.touch()
+    server.account.own(signal)
+    server.start()
+    try:
+        yield
+    finally:
+        execute(server.dsn(), "SELECT pg_promote()")
+
+
+@contextmanager
+def no_walsender(scene: Scene) -> Iterator[None]:
+    """Other readers have taken all walsenders of the source."""
+    conninfo = f"{scene.pair.source.dsn()}?replication=true&application_name=guest"
+    ours = "SELECT pg_terminate_backend(pid) FROM pg_stat_replication WHERE application_name <> 'guest'"
+    guests = [pq.PGconn.connect(conninfo.encode())]
+    while guests[-1].status == pq.ConnStatus.OK:
+        guests.append(pq.PGconn.connect(conninfo.encode()))
+    while scene.stream.restart is None or "max_wal_senders" not in scene.stream.restart["error"]["message"]:
+        execute(scene.pair.source.dsn(), ours)
+        guests.append(pq.PGconn.connect(conninfo.encode()))
+    yield
+    for guest in guests:
+        guest.finish()
+
+
 def is_walsender(process: psutil.Process) -> bool:
     return "walsender" in " ".join(process.cmdline())
 
@@ -113,6 +151,10 @@ CASES = {
     "half-open connections to the target": Case(frozen, CUT, "target"),
     "the walsender hangs": Case(halted("source", is_walsender), SILENT),
     "the source hangs": Case(halted("source"), SILENT),
+    "packets to the source are lost": Case(dropped, f"{SILENT}|timeout expired", "source", network=True),
+    "packets to the target are lost": Case(dropped, f"{CUT}|timed out", "target", network=True),
+    "the target is a standby": Case(standby, r"is a standby: cannot execute .* in a read-only transaction"),
+    "the source is out of walsenders": Case(no_walsender, "max_wal_senders"),
     "the target hangs": Case(halted("target"), CUT),
 }
 
@@ -120,22 +162,27 @@ CASES = {
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("title", CASES)
 def test_the_stream_survives(
-    pair: Pair, make: Callable[..., PipelineUnderTest], monkeypatch: pytest.MonkeyPatch, title: str
+    pair: Pair,
+    make: Callable[..., PipelineUnderTest],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    title: str,
 ) -> None:
     case = CASES[title]
     tablespace = ""
+    network = request.getfixturevalue("network") if case.network else None
     if case.outage is disk_full:
         if pair.disk is None:
             pytest.skip("only root can mount a small disk")
         with contextlib.suppress(psycopg.errors.DuplicateObject):
             execute(pair.target.dsn(), f"CREATE TABLESPACE small LOCATION '{pair.disk}'")
         tablespace = "TABLESPACE small"
-    pipeline = copied(make(through=case.through, tablespace=tablespace))
+    pipeline = copied(make(through=case.through, tablespace=tablespace, network=network))
     with Traffic(pipeline) as traffic:
         stream = Streaming(pipeline)
         first = marker(pipeline)
         stream.until(lambda: applied(pipeline) >= first, "the first marker")
-        with case.outage(Scene(pair, pipeline, stream, monkeypatch)):
+        with case.outage(Scene(pair, pipeline, stream, monkeypatch, network)):
             trouble = stream.await_trouble(case.pattern)
             assert trouble["attempt"] >= 1
             assert trouble["of"] == 300

@@ -21,7 +21,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, named, row, rows, scalar
-from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.errors import Blocked, ConnectionFailed, Fenced, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
@@ -359,6 +359,14 @@ class PostgresRecord:
                 yield connection
         except psycopg2.errors.LockNotAvailable as e:
             raise self._blocked(e) from e
+        except psycopg2.errors.ReadOnlySqlTransaction as e:
+            with connected(self.dsn) as asked:
+                if not scalar(asked, "SELECT pg_is_in_recovery()"):
+                    raise
+            raise ConnectionFailed(
+                f"the sink {describe(self.dsn)} is a standby: {str(e).splitlines()[0]}",
+                "Promote it, or point `sink.dsn` at the primary.",
+            ) from e
         except psycopg2.Error as e:
             conflict = target_conflict(e)
             if conflict is None:

@@ -1,0 +1,83 @@
+"""A network whose packets can be dropped: a network namespace behind a pair of virtual interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+_CLONE_NEWNET = 0x40000000
+_numbers = itertools.count(1)
+
+
+class Network:
+    """Another host at the end of a cable, which can be pulled: nobody is told, packets are lost in both directions."""
+
+    def __init__(self) -> None:
+        number = next(_numbers)
+        self._name = f"cdc{os.getpid()}n{number}"
+        # Of the block for benchmarks, which nobody routes.
+        ours, theirs = (f"198.18.{number}.{host}" for host in (1, 2))
+        self._near, self._far = (f"c{os.getpid()}{end}{number}" for end in "ab")
+        self.host = theirs
+        if os.geteuid() or shutil.which("ip") is None:
+            pytest.skip("only root can make network namespaces, and with the command ip")
+        try:
+            _ip(f"netns add {self._name}")
+            _ip(f"link add {self._near} type veth peer name {self._far} netns {self._name}")
+            _ip(f"address add {ours}/24 dev {self._near}")
+            _ip(f"link set {self._near} up")
+            self._there(f"address add {theirs}/24 dev {self._far}")
+            self._there(f"link set {self._far} up")
+            (address,) = self._there(f"-br link show {self._far}").split()[2:3]
+            # Else an unanswered question for the address would be told as an error, which a far network never tells.
+            _ip(f"neighbour replace {theirs} lladdr {address} dev {self._near} nud permanent")
+        except subprocess.CalledProcessError as e:
+            self.close()
+            pytest.skip(f"no network namespace can be made here: {e.stderr.strip()}")
+
+    def listener(self) -> socket.socket:
+        """A socket that listens there; what it accepts is there, too."""
+
+        def listen() -> socket.socket:
+            libc = ctypes.CDLL(None, use_errno=True)
+            with open(f"/run/netns/{self._name}", "rb") as namespace:
+                if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            return socket.create_server((self.host, 0))
+
+        with ThreadPoolExecutor(1) as there:  # a namespace is a thread's
+            return there.submit(listen).result()
+
+    @contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """All packets are dropped."""
+        self._there(f"link set {self._far} down")
+        try:
+            yield
+        finally:
+            self._there(f"link set {self._far} up")
+
+    def close(self) -> None:
+        """Remove namespace and interfaces."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip(f"netns delete {self._name}")
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip(f"link delete {self._near}")
+
+    def _there(self, arguments: str) -> str:
+        return _ip(f"-netns {self._name} {arguments}")
+
+
+def _ip(arguments: str) -> str:
+    command = ["ip", *arguments.split()]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,48 @@
+"""Connections whose packets are lost while nothing is outstanding: only the kernel's own probes can tell."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import pytest
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine.connection import connected
+from tests.network import Network
+from tests.outages.conftest import Pair
+from tests.proxy import Proxy
+from tests.streaming import SECONDS
+
+pytestmark = pytest.mark.slow
+
+
+def test_quiet_connections_are_probed_as_stated(pair: Pair) -> None:
+    """After 15 seconds, every 5 seconds, three times: by us, and by the server."""
+    with connected(pair.source.dsn()) as session, socket.socket(fileno=os.dup(session.fileno())) as ours:
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert [ours.getsockopt(socket.IPPROTO_TCP, name) for name in names] == [15, 5, 3]
+        with session.cursor() as cursor:
+            settings = [f"current_setting('tcp_keepalives_{name}')" for name in ("idle", "interval", "count")]
+            cursor.execute(f"SELECT {', '.join(settings)}")
+            assert cursor.fetchone() == ("15", "5", "3")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_quiet_connection_without_a_network_ends(pair: Pair, network: Network) -> None:
+    proxy = Proxy(pair.target.port, network.listener())
+    try:
+        dsn = pair.target.dsn().replace(f"127.0.0.1:{pair.target.port}", f"{proxy.host}:{proxy.port}")
+        with (
+            connected(dsn) as session,
+            socket.socket(fileno=os.dup(session.fileno())) as ours,
+            network.unplugged(),
+        ):
+            lost = await_condition(
+                lambda: ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT, SECONDS
+            )
+        assert lost
+    finally:
+        proxy.close()
