@@ -245,10 +245,10 @@ def start_over(pipeline: Pipeline, takeover: bool) -> None:
     known = record or ledger
     if known is None:
         raise GateClosed(
-            f"neither the sink has a commit record of pipeline {pipeline.name!r}, nor the state {pipeline.state} what"
-            " it has made",
-            "If it has never been provisioned, use `airflow-cdc run`. If both are lost, empty or drop the target tables"
-            f" and drop the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
+            f"the sink has no commit record of pipeline {pipeline.name!r}, and the state {pipeline.state} does not tell"
+            " what it has made",
+            "Run `airflow-cdc provision` (or `run`). If both have been lost, empty or drop the target tables and drop"
+            f" the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
         )
     _refuse_other_mode(pipeline, known.identity)
     if record is not None:
