@@ -145,7 +145,7 @@ def test_a_rewrite_empties_the_table_for_older_snapshots(make_pipeline: Make) ->
     with transaction(dsn, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "SELECT pg_current_snapshot()") as naive:
         pipeline.source(rewrite)
         assert naive.execute("SELECT count(*) FROM public.t").fetchone() == (0,)
-    # Ours locks first, see test_races.
+    # Ours locks first, see races/test_reads.
     with transaction(
         dsn,
         "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY",
@@ -224,7 +224,7 @@ def test_settings_of_a_role_change_the_texts_of_the_stream(make_pipeline: Make) 
 
 
 def test_a_crash_gives_transaction_ids_out_again(make_server: ServerMaker) -> None:
-    """A snapshot from before would take the second transaction for the first. Ours is flushed first, see test_races."""
+    """A snapshot from before would take the second transaction for the first. Ours is flushed first, see races."""
     server = make_server(settings={"wal_writer_delay": "10s", "autovacuum": "off"})
     execute(server.dsn(), TABLE)
     insert = "INSERT INTO public.t VALUES ({}, 'x') RETURNING pg_current_xact_id()::text"
@@ -354,7 +354,7 @@ def test_a_key_of_another_index(make_pipeline: Make) -> None:
 
 
 def test_a_plain_select_does_not_fence(make_pipeline: Make) -> None:
-    """The old writer reads its epoch, is overtaken, and commits. Ours locks the row, see test_races."""
+    """The old writer reads its epoch, is overtaken, and commits. Ours locks the row, see races/test_epoch."""
     pipeline = make_pipeline()
     pipeline.target("CREATE TABLE public.epoch (epoch int)", "INSERT INTO public.epoch VALUES (1)", TABLE)
     for lock, landed in (("", True), (" FOR SHARE", False)):

@@ -1,0 +1,80 @@
+"""Two runs at once: only the one whose epoch is the last commits."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine.errors import Fenced, StreamFailed
+from airflow_cdc_provider.engine.reading import SnapshotReader
+from airflow_cdc_provider.engine.run import sink_of
+from airflow_cdc_provider.engine.sinks.base import Watermark
+from airflow_cdc_provider.engine.snapshot import copy_chunk
+from airflow_cdc_provider.engine.source import SlotStreamReader, SourceOptions
+from tests.pipelines import chunk_task, copy_chunk_of
+from tests.races.scene import SECONDS, Make, await_waiting
+
+
+def test_an_old_epoch_commits_nothing(make_pipeline: Make) -> None:
+    pipeline = make_pipeline()
+    record = pipeline.provision()
+    sink = sink_of(pipeline.pipeline)
+    pipeline.copy(0)
+    task = chunk_task(pipeline.pipeline, pipeline.chunk(1).chunk)
+    assert sink.take_epoch("another") > record.epoch
+    assert isinstance(copy_chunk(task), Fenced)
+    assert pipeline.chunk(1).watermark is None
+    with pytest.raises(Fenced):
+        sink.commit(record.epoch, record.applied, record.applied + 1, [])
+    with pytest.raises(Fenced):
+        sink.replace(record.epoch, task.target, None, iter(()), pytest.fail, task.target)
+    assert pipeline.record.applied == record.applied
+    assert pipeline.target_rows("SELECT count(*) FROM public.t") == [(10,)]
+    pipeline.copy(1)
+    pipeline.apply()
+    pipeline.assert_equal()
+
+
+def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either the old writer's commit comes before the new epoch, and counts, or it does not come at all."""
+    pipeline = make_pipeline()
+    record = pipeline.provision()
+    sink = sink_of(pipeline.pipeline)
+    finish = SnapshotReader.finish
+    taken: list[int] = []
+    thread = threading.Thread(target=lambda: taken.append(sink.take_epoch("another")))
+
+    def take_over(reader: SnapshotReader) -> Watermark:
+        thread.start()
+        await_waiting(pipeline.databases.target, "wait_event_type = 'Lock' AND query LIKE 'UPDATE airflow_cdc.pipe%'")
+        return finish(reader)
+
+    monkeypatch.setattr(SnapshotReader, "finish", take_over)
+    assert copy_chunk_of(pipeline.pipeline, pipeline.chunk(0).chunk) == 10
+    thread.join(SECONDS)
+    assert taken == [pipeline.record.epoch]
+    assert taken != [record.epoch]
+    assert pipeline.chunk(0).watermark is not None
+    monkeypatch.setattr(SnapshotReader, "finish", finish)
+    assert isinstance(copy_chunk_of(pipeline.pipeline, pipeline.chunk(1).chunk, record.epoch), Fenced)
+
+
+def test_a_batch_that_another_run_has_planned(make_pipeline: Make) -> None:
+    """A run that is taken over plans on, in the checkpoint of both, until it notices; Spark then wants that batch."""
+    pipeline = make_pipeline()
+    applied = pipeline.provision().applied
+    source = pipeline.pipeline.source
+    options = SourceOptions(pipeline.databases.pipeline_source, source.slot, source.publication, applied, 1 << 20, 60)
+    old, new = SlotStreamReader(options), SlotStreamReader(options)
+    start, limit = old.initialOffset(), old.getDefaultReadLimit()
+    pipeline.source("UPDATE public.t SET body = 'lost'")
+    try:
+        assert await_condition(lambda: old.latestOffset(start, limit) != start, SECONDS)
+        planned = old.latestOffset(start, limit)
+        assert len(old.partitions(start, planned)) == 1
+    finally:
+        old.stop()
+    with pytest.raises(StreamFailed, match="another run"):
+        new.partitions(start, planned)
