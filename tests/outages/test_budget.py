@@ -59,6 +59,24 @@ def test_the_budget_is_kept_while_the_target_is_down(
         assert (read_slot(source, slot) is None) == (action == "drop-slot")
 
 
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+def test_a_stream_that_works_drops_its_slot_at_a_heartbeat(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
+    """More is written between two looks of the server at what may go than the budget allows."""
+    pipeline = copied(make(max_retained_wal="2MiB", on_max_retained_wal="drop-slot"))
+    command = pipeline.start("stream", "--json")
+    first = marker(pipeline)
+    command.until(lambda: applied(pipeline) >= first, "the first marker")
+    overflow(pipeline)
+    outcome = command.wait()
+    assert outcome.code == 3, outcome.stderr[-3000:]
+    assert outcome.json["error"]["kind"] == "SlotBudgetExceeded"
+    assert "stream.max_retained_wal is 2.0 MiB" in outcome.json["error"]["message"]
+    assert not has_slot(pair, pipeline)
+    status = commands.status(pipeline.pipeline)
+    assert (status["state"], status["slot"]) == ("failed", None)
+
+
 def beyond_the_budget(pipeline: PipelineUnderTest, before: Callable[[], None]) -> CdcError:
     """What a job ends with that finds its slot beyond the budget, after something has happened."""
 

@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import reading
+from airflow_cdc_provider.engine import commands, reading
 from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.run import Run, run_part
@@ -24,7 +25,7 @@ from tests.outages.scene import (
     halted,
     stopped,
 )
-from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute
+from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
 
 pytestmark = pytest.mark.slow
 
@@ -94,5 +95,29 @@ def test_the_snapshot_survives(
     assert 1 <= len(errors) <= 4
     assert re.search(case.pattern, errors[0].message)
     assert not pipeline.record.unfinished
+    pipeline.apply()
+    assert_equal(pipeline)
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+def test_the_command_goes_on(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
+    """The target crashes under a chunk that is being written; what is finished stays, and the command ends well."""
+    pipeline = make(restart={"attempts": 100, "delay": "500 ms"})
+    pipeline.provision()
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND application_name LIKE 'airflow%'"
+    with contextlib.suppress(psycopg.Error), psycopg.connect(pipeline.databases.target) as session:
+        session.execute("LOCK TABLE public.b IN SHARE MODE")
+        command = pipeline.start("snapshot")
+        command.until(lambda: query_rows(pair.target.dsn(), waits) == [(1,)], "the chunk that waits")
+        first = pipeline.finished_chunks()
+        pair.target.stop("immediate")
+    command.until(lambda: commands.status(pipeline.pipeline)["state"] == "restarting", "the wait")
+    pair.target.start()
+    outcome = command.wait()
+    assert outcome.code == 0, outcome.stderr[-3000:]
+    assert "Attempt 1 of 100 begins in 0.5 s." in outcome.stderr
+    assert first
+    assert pipeline.finished_chunks().items() > first.items()
     pipeline.apply()
     assert_equal(pipeline)
