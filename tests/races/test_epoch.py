@@ -8,6 +8,7 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.errors import Fenced, StreamFailed
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import SnapshotReader
 from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.sinks.base import Watermark
@@ -64,9 +65,9 @@ def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypat
 def test_a_batch_that_another_run_has_planned(make_pipeline: Make) -> None:
     """A run that is taken over plans on, in the checkpoint of both, until it notices; Spark then wants that batch."""
     pipeline = make_pipeline()
-    applied = pipeline.provision().applied
-    source = pipeline.pipeline.source
-    options = SourceOptions(pipeline.databases.pipeline_source, source.slot, source.publication, applied, 1 << 20, 60)
+    record = pipeline.provision()
+    source, origin = pipeline.pipeline.source, Origin.of(record.identity)
+    options = SourceOptions(source.dsn, source.slot, source.publication, origin, record.applied, 1 << 20, 60)
     old, new = SlotStreamReader(options), SlotStreamReader(options)
     start, limit = old.initialOffset(), old.getDefaultReadLimit()
     pipeline.source("UPDATE public.t SET body = 'lost'")
