@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine import commands, wal
+from airflow_cdc_provider.engine.barriers import Barriers
+from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CannotFollow
+from airflow_cdc_provider.engine.reread import adopt
+from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine.units import Units
 from tests.conftest import Databases, ServerMaker, create_database
 from tests.pipelines import PipelineUnderTest
 
@@ -109,15 +114,56 @@ def collated(make_server: ServerMaker, system_binaries: Path) -> Databases:
     return Databases(server.dsn("collated"), server.dsn("collated_target"))
 
 
+def test_what_was_found_is_forgotten_when_the_record_has_it(pipeline: PipelineUnderTest) -> None:
+    """A key that was other at one look, and has been read again as it is since, refuses and repeats nothing."""
+    with run_part(pipeline.pipeline, "stream", None) as (run, record), connected(pipeline.databases.source) as source:
+        units = Units(run, record)
+        units.look(source)
+        pipeline.source(OTHER_KEY)
+        assert list(units.look(source)) == ["public.t"]
+        assert not units.done(units.applied)
+        pipeline.source("ALTER TABLE public.t DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (id)")
+        adopt(run, "public.t", Barriers())
+        units.record = existing_record(pipeline.pipeline)
+        assert units.look(source) == {}
+        assert units.done(units.applied)
+
+
+NOCASE = "CREATE COLLATION public.nocase (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"
+KEYS = {
+    "primary key": "CREATE TABLE public.t (k text COLLATE public.nocase PRIMARY KEY, w text)",
+    "index": """
+        CREATE TABLE public.t (k text COLLATE public.nocase NOT NULL, w text);
+        CREATE UNIQUE INDEX t_k ON public.t (k);
+        ALTER TABLE public.t REPLICA IDENTITY USING INDEX t_k
+    """,
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_collation_of_the_key_that_is_taken_back(collated: Databases, tmp_path: Path, play: Play, key: str) -> None:
+    """What was deleted meanwhile would be taken for the row that the key's collation holds for the same."""
+    pipeline = PipelineUnderTest(tmp_path, collated, ["public.t"])
+    pipeline.target(NOCASE)
+    streaming(pipeline, NOCASE, KEYS[key], "INSERT INTO public.t VALUES ('a', 'w1'), ('b', 'w3')")
+    play(
+        pipeline,
+        'ALTER TABLE public.t ALTER k TYPE text COLLATE "C"',
+        "INSERT INTO public.t VALUES ('A', 'another')",
+        "DELETE FROM public.t WHERE k = 'A'",
+        "ALTER TABLE public.t ALTER k TYPE text COLLATE public.nocase",
+    )
+    pipeline.assert_equal()
+
+
 def test_another_collation_of_the_key(collated: Databases, tmp_path: Path, play: Play) -> None:
     """By the old one two rows would be one; the table's file stays, so that nothing but the catalog tells."""
-    collation = "CREATE COLLATION public.nocase (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"
     pipeline = PipelineUnderTest(tmp_path, collated, ["public.t"], snapshot={"chunk_rows": 3})
-    pipeline.target(collation)
+    pipeline.target(NOCASE)
     streaming(
         pipeline,
-        collation,
-        "CREATE TABLE public.t (k text COLLATE public.nocase PRIMARY KEY, w text)",
+        NOCASE,
+        KEYS["primary key"],
         "INSERT INTO public.t SELECT chr(96 + n), 'w' || n FROM generate_series(1, 12) n",
     )
     file = "SELECT pg_relation_filenode('public.t')"

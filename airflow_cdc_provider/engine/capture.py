@@ -8,6 +8,7 @@ row filter that does not fit the identity, and on Postgres 18 to an identity wit
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 import re
@@ -24,6 +25,7 @@ from airflow_cdc_provider.engine.catalog import Catalog, Column, Leaf, Relation,
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import rows
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, UncapturableTable, UnknownTable
+from airflow_cdc_provider.engine.evolution import has_silent_identity
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +167,9 @@ def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: T
         kind=relation.kind,
         column_list=rule.columns is not None,
         attnums=relation.attnums,
-        key_constraint=catalog.constraints.get(relation.oid, 0) if identity == "f" else 0,
     )
+    if has_silent_identity(table):
+        table = dataclasses.replace(table, key_constraint=catalog.key(relation, identity).constraint)
     if table.where is not None:
         _check_where(connection, table, table.where)
     return table
@@ -202,9 +205,9 @@ def _identity(catalog: Catalog, relation: Relation) -> tuple[str, tuple[str, ...
         raise UncapturableTable(
             f"{label} has REPLICA IDENTITY NOTHING, so that changes to it name no row", f"Run: {statements}"
         )
-    key = catalog.key(relation, identity)
+    key = catalog.key(relation, identity).columns
     for leaf in leaves:
-        if identity != "f" and set(catalog.key(leaf, identity)) != set(key):
+        if identity != "f" and set(catalog.key(leaf, identity).columns) != set(key):
             raise UncapturableTable(
                 f"the replica identity of {leaf.label} is not the key of {label}",
                 f"Add a primary key to {quoted} and run: ALTER TABLE {leaf.quoted} REPLICA IDENTITY DEFAULT;",

@@ -75,12 +75,13 @@ ORDER BY a.attrelid, a.attnum
 """
 # A deferrable index is no replica identity, and identifies no row while a transaction swaps two keys.
 _KEYS = """
-SELECT i.indrelid::int8, i.indisprimary, i.indisreplident, coalesce(k.oid, 0)::int8,
+SELECT i.indrelid::int8, i.indisprimary, i.indisreplident, coalesce(k.oid, i.indexrelid)::int8,
        ARRAY(SELECT a.attname::text FROM pg_catalog.unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)
              JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum
              WHERE u.position <= i.indnkeyatts ORDER BY u.position)
 FROM pg_catalog.pg_index i
-LEFT JOIN pg_catalog.pg_constraint k ON k.conindid = i.indexrelid AND k.conrelid = i.indrelid AND k.contype = 'p'
+LEFT JOIN pg_catalog.pg_constraint k ON k.conindid = i.indexrelid AND k.conrelid = i.indrelid
+  AND k.contype IN ('p', 'u')
 WHERE i.indrelid = ANY (%s::pg_catalog.oid[]) AND i.indisvalid AND i.indisunique AND i.indimmediate
   AND (i.indisprimary OR i.indisreplident)
 """
@@ -151,7 +152,8 @@ class Table:
     :param kind: ``r`` an ordinary table, ``p`` a partitioned one.
     :param column_list: whether the rule names the columns, so that the publication has to as well.
     :param attnums: the highest number that a column of the table has had, also one that is gone.
-    :param key_constraint: under FULL, oid of the primary key, which the log does not tell of; else 0.
+    :param key_constraint: oid of the key's constraint (of its index when it has none) where the log does not tell that
+        it was made anew; else 0.
     """
 
     oid: int
@@ -247,6 +249,18 @@ class Relation:
 
 
 @dataclass(frozen=True)
+class Key:
+    """What identifies a row.
+
+    :param columns: in the order of the index; empty when there are none.
+    :param constraint: oid of its constraint, of its index when it has none.
+    """
+
+    columns: tuple[str, ...] = ()
+    constraint: int = 0
+
+
+@dataclass(frozen=True)
 class Catalog:
     """What the source's catalog says of the relations that a pipeline names.
 
@@ -254,18 +268,16 @@ class Catalog:
     :param relations: all of the source, by oid.
     :param leaves: by the oid of a named relation.
     :param columns: by the oid of a named relation, each with whether it is generated.
-    :param primary: by oid of a relation or leaf, the columns of its primary key.
-    :param constraints: by oid of a relation or leaf, the oid of its primary key.
-    :param identity_index: by oid of a relation or leaf, the columns of its REPLICA IDENTITY USING INDEX.
+    :param primary: by oid of a relation or leaf, its primary key.
+    :param identity_index: by oid of a relation or leaf, its REPLICA IDENTITY USING INDEX.
     """
 
     version: int
     relations: Mapping[int, Relation]
     leaves: Mapping[int, tuple[Relation, ...]]
     columns: Mapping[int, tuple[tuple[Column, bool], ...]]
-    primary: Mapping[int, tuple[str, ...]]
-    constraints: Mapping[int, int]
-    identity_index: Mapping[int, tuple[str, ...]]
+    primary: Mapping[int, Key]
+    identity_index: Mapping[int, Key]
 
     @classmethod
     def load(cls, connection: Connection, relations: Sequence[Relation], named: Sequence[Relation]) -> Catalog:
@@ -282,20 +294,19 @@ class Catalog:
         parameters = [[root for root, _ in stored], [leaf for _, leaf in stored], list(leaves)]
         for oid, *values, generated in rows(connection, _COLUMNS, parameters):
             columns[oid] += ((Column.from_dict(dict(zip(names, values, strict=True))), generated),)
-        primary: dict[int, tuple[str, ...]] = {}
-        constraints: dict[int, int] = {}
-        identity_index: dict[int, tuple[str, ...]] = {}
+        primary: dict[int, Key] = {}
+        identity_index: dict[int, Key] = {}
         for oid, is_primary, is_identity, constraint, names in rows(connection, _KEYS, [oids]):
+            key = Key(tuple(names), constraint)
             if is_primary:
-                primary[oid] = tuple(names)
-                constraints[oid] = constraint
+                primary[oid] = key
             if is_identity:
-                identity_index[oid] = tuple(names)
-        return cls(connection.info.server_version, by_oid, leaves, columns, primary, constraints, identity_index)
+                identity_index[oid] = key
+        return cls(connection.info.server_version, by_oid, leaves, columns, primary, identity_index)
 
-    def key(self, relation: Relation, identity: str) -> tuple[str, ...]:
-        """The columns that identify a row of ``relation`` under ``identity``; empty when there are none."""
-        return (self.identity_index if identity == "i" else self.primary).get(relation.oid, ())
+    def key(self, relation: Relation, identity: str) -> Key:
+        """What identifies a row of ``relation`` under ``identity``."""
+        return (self.identity_index if identity == "i" else self.primary).get(relation.oid, Key())
 
 
 @contextmanager

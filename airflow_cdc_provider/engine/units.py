@@ -109,25 +109,27 @@ class Units:
         self._parts: list[StagedPiece] = []
         self._since = 0
         self._catalog = ""
+        self._found: Mapping[str, Table | CdcError] = {}
         self._drift: _Drift | None = None
-        self._drifting = threading.Lock()  # found beside the batches, by the thread that watches them
+        self._looking = threading.Lock()  # also beside the batches, by the thread that watches them
 
     def done(self, target: int | None) -> bool:
         """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
         reached = target is not None and self.applied >= target and self._drift is None
         return reached or self.refusal is not None
 
-    def look(self, source: Connection) -> None:
-        """Look whether the catalog has changed, and keep what it says until the log has been passed so far."""
-        state = catalog_state(source, self._run.pipeline.source.publication, self.record.targets)
-        if state == self._catalog:
-            return
-        found = drifted(source, self._run.pipeline, self.record.targets)
-        if found:
-            drift = _Drift(found, emit_marker(source, "definition"))
-            with self._drifting:
-                self._drift = drift
-        self._catalog = state
+    def look(self, source: Connection) -> Mapping[str, Table | CdcError]:
+        """Look whether the catalog has changed, and keep what it says until the log has been passed so far.
+
+        :returns: what it said when it was last found changed, of the tables that were not defined as recorded.
+        """
+        with self._looking:
+            state = catalog_state(source, self._run.pipeline.source.publication, self.record.targets)
+            if state != self._catalog:
+                self._found = drifted(source, self._run.pipeline, self.record.targets)
+                self._drift = _Drift(self._found, emit_marker(source, "definition")) if self._found else None
+                self._catalog = state
+            return self._found
 
     def note(self, passage: Passage) -> None:
         """Keep in the record what was seen of the slot, see :meth:`.Run.note`."""
@@ -275,7 +277,7 @@ class Units:
                 continue
             self._change(target, verdict)
         self.refusal = refused
-        with self._drifting:
+        with self._looking:
             if self._drift is drift:
                 self._drift = None
 
@@ -355,8 +357,7 @@ class Units:
         if not watched or self._run.pipeline.sink.mode == "changelog":
             return True
         with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-            self.look(source)
-        found = self._drift.tables if self._drift is not None else {}
+            found = self.look(source)
         held = True
         for target in watched:
             after = found.get(target.table.label)
