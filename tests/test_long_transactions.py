@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import barriers, commands, reread
+from airflow_cdc_provider.engine.run import run_part
+from airflow_cdc_provider.engine.snapshot import readopt
 from airflow_cdc_provider.engine.state import State
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, execute, transaction
@@ -174,6 +178,25 @@ def test_what_the_stream_passes_while_a_request_waits_is_seen_by_the_read(
             release()
     stream.until(lambda: bool(pipeline.marker()) and requests(pipeline) == [], "the read")
     stream.end()
+    pipeline.assert_equal()
+
+
+def test_a_snapshot_waits_too(databases: Databases, tmp_path: Path) -> None:
+    """A table whose definition changes before its chunk is read is read whole, which needs a barrier."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    pipeline.source(*TABLES)
+    record = pipeline.provision()
+    pipeline.source("ALTER TABLE public.t ADD b int DEFAULT 7")
+    with ThreadPoolExecutor(1) as pool, run_part(pipeline.pipeline, "snapshot-0", None) as (run, _):
+        with transaction(databases.source, ELSEWHERE) as session:
+            read = pool.submit(readopt, run, record.targets[0])
+            assert await_condition(lambda: "waiting" in run.progress, SECONDS)
+            assert f"session {session.info.backend_pid} " in run.progress["waiting"]
+            assert not read.done()
+            session.commit()
+        assert read.result(SECONDS) == 20
+        assert "waiting" not in run.progress
+    pipeline.apply()
     pipeline.assert_equal()
 
 

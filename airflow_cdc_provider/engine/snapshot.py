@@ -17,18 +17,17 @@ from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untype
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.barriers import Barriers
+from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
 from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.connection import connected, describe
 from airflow_cdc_provider.engine.drift import look
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, OlderTransactions, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.evolution import Refuse, decide
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotReader, driver_failure, plan_read
 from airflow_cdc_provider.engine.reread import adopt, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
-from airflow_cdc_provider.engine.slot import WAIT_SECONDS
 
 _POLL_SECONDS = 1.0
 
@@ -141,6 +140,7 @@ def readopt(run: Run, target: Target) -> int:
     :param target: as the chunks were planned for it.
     :returns: rows written; none when another part of the run has done it.
     :raises CannotFollow: when the table's new definition has to be looked at first.
+    :raises OlderTransactions: when the run is asked to stop while it waits for them.
     """
     label = target.table.label
     recorded = target_of(existing_record(run.pipeline), label)
@@ -150,7 +150,17 @@ def readopt(run: Run, target: Target) -> int:
         verdict = decide(recorded.table, look(source, run.pipeline, [recorded])[label])
     if isinstance(verdict, Refuse):
         raise CannotFollow(verdict.message, verdict.solution)
-    return adopt(run, label, Barriers(WAIT_SECONDS))
+    barriers, progress = Barriers(PATIENCE_SECONDS), run.progress
+    while True:
+        try:
+            written = adopt(run, label, barriers)
+        except OlderTransactions as e:
+            run.progress = {**progress, "waiting": e.message}
+            if run.stopping:
+                raise
+        else:
+            run.progress = progress
+            return written
 
 
 def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:
