@@ -104,7 +104,8 @@ def test_a_run_that_was_overtaken_leaves_the_slot_alone(
         if sink == "works":
             pipeline.target("UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
         else:
-            beat = Heartbeat(Owner("elsewhere", 1, 1.0), "snapshot-0", 99, time.time(), False, {})
+            epoch = pipeline.record.epoch + 1
+            beat = Heartbeat(Owner("elsewhere", 1, 1), "snapshot-0", epoch, time.time(), False, {})
             write_heartbeat(State(pipeline.pipeline.state), beat)
             pair.target.stop("immediate")
 
