@@ -146,12 +146,15 @@ class PostgresRecord:
         with self._transaction() as connection:
             self._limit_waiting(connection)
             create_record_tables(connection)
-            rows(
+            begun = rows(
                 connection,
                 "INSERT INTO airflow_cdc.pipelines (pipeline, epoch, owner, applied_lsn, source)"
-                " VALUES (%s, 0, '', %s, %s) ON CONFLICT (pipeline) DO NOTHING",
+                " VALUES (%s, 0, '', %s, %s) ON CONFLICT (pipeline) DO NOTHING RETURNING pipeline",
                 [self.pipeline, format_lsn(consistent_point), json.dumps(identity)],
             )
+            if begun:
+                # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.
+                self._forget_tables(connection)
             query = "SELECT applied_lsn::text, source FROM airflow_cdc.pipelines WHERE pipeline = %s"
             if row(connection, query, [self.pipeline]) != (format_lsn(consistent_point), dict(identity)):
                 raise SecondWriter(
@@ -168,6 +171,11 @@ class PostgresRecord:
             for chunk in chunks:
                 self._plan(connection, chunk)
             failpoint("before-plan")
+
+    def _forget_tables(self, connection: Connection) -> None:
+        for table in ("chunks", "tables"):
+            statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s").format(sql.Identifier("airflow_cdc", table))
+            rows(connection, statement, [self.pipeline])
 
     def _plan(self, connection: Connection, chunk: Chunk) -> None:
         rows(
@@ -191,9 +199,7 @@ class PostgresRecord:
                 prepare_target(connection, self.pipeline, self.mode, before or target)
                 if before is not None:
                     self._make_fit(connection, before, target)
-            for table in ("chunks", "tables"):
-                statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s").format(sql.Identifier("airflow_cdc", table))
-                rows(connection, statement, [self.pipeline])
+            self._forget_tables(connection)
             for target in targets:
                 record_target(connection, self.pipeline, target)
                 self._plan(connection, Chunk(target.table.label, 0, None, None))
