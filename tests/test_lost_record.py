@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import provisioning
-from airflow_cdc_provider.engine.errors import ForeignTable
-from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest
+from airflow_cdc_provider.engine.errors import ForeignTable, GateClosed
+from airflow_cdc_provider.engine.ledger import read_ledger
+from airflow_cdc_provider.engine.state import State
+from tests.conftest import Databases, drop_database
+from tests.pipelines import PipelineUnderTest, execute
 from tests.test_repairs import LOST, ROWS, TABLE, assert_healed
 
 FORGET = "DELETE FROM airflow_cdc.pipelines"
@@ -50,3 +53,34 @@ def test_what_is_left_of_a_record_vouches_for_no_rows(pipeline: PipelineUnderTes
     pipeline.provision()
     pipeline.copy()
     assert_healed(pipeline)
+
+
+def test_a_sink_is_known_by_what_it_is(pipeline: PipelineUnderTest, target_server: PostgresServer) -> None:
+    """Not by its address: another database can be put in its place, and the same one be reached by another way."""
+    before = pipeline.target_rows("SELECT * FROM public.t ORDER BY 1")
+    execute(
+        target_server.dsn(),
+        f"CREATE DATABASE {pipeline.name}_other TEMPLATE {pipeline.name}",
+        f"ALTER DATABASE {pipeline.name} RENAME TO {pipeline.name}_moved",
+        f"ALTER DATABASE {pipeline.name}_other RENAME TO {pipeline.name}",
+    )
+    pipeline.target(FORGET)
+    pipeline.source(*LOST)
+    with pytest.raises(GateClosed, match=r"no commit record .* does not tell"):
+        provisioning.start_over(pipeline.pipeline, takeover=False)
+    assert pipeline.target_rows("SELECT * FROM public.t ORDER BY 1") == before
+    try:
+        pipeline.change(sink={"dsn": target_server.dsn(f"{pipeline.name}_moved")})
+        assert read_ledger(pipeline.pipeline, State(pipeline.pipeline.state)) is not None
+    finally:
+        drop_database(target_server, f"{pipeline.name}_moved")
+
+
+def test_a_target_that_is_another_pipelines_by_now(pipeline: PipelineUnderTest) -> None:
+    """The state remembers what the pipeline has made, not what has become of that."""
+    to_other = (f"UPDATE airflow_cdc.{name} SET pipeline = 'other'" for name in ("pipelines", "tables", "chunks"))
+    pipeline.target(*to_other)
+    with pytest.raises(ForeignTable, match=r"public\.t belongs to pipeline 'other' by now") as refused:
+        provisioning.start_over(pipeline.pipeline, takeover=False)
+    assert "airflow-cdc drop" in refused.value.solution
+    assert pipeline.target_rows("SELECT pipeline, source_table FROM airflow_cdc.tables") == [("other", "public.t")]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import describe
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.state import State
 
@@ -40,7 +40,7 @@ def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
     ]
     failpoint("before-ledger")
     made = {
-        "sink": describe(pipeline.sink.dsn),
+        "sink": sink_of(pipeline).identity(),
         "identity": {name: record.identity[name] for name in _KEPT},
         "targets": {target.table.label: [target.schema, target.name] for target in record.targets},
     }
@@ -49,9 +49,9 @@ def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
 
 
 def read_ledger(pipeline: Pipeline, state: State) -> Ledger | None:
-    """The copy; ``None`` without one, or when it is of another sink."""
+    """The copy; ``None`` without one, or when it is of another sink, whatever the addresses of both."""
     found = state.read(_FILE)
-    if found is None or found.get("sink") != describe(pipeline.sink.dsn):
+    if found is None or found.get("sink") != sink_of(pipeline).identity():
         return None
     targets = {label: (schema, name) for label, (schema, name) in found["targets"].items()}
     return Ledger(found["identity"], targets)

@@ -190,6 +190,9 @@ class Sink(Protocol):
         :raises GateClosed: when a changelog has events beyond that point, of a history that the source has left.
         """
 
+    def identity(self) -> Mapping[str, Any]:
+        """What tells this store from every other, also from one that has its address later; JSON values."""
+
     def record(self) -> Record | None:
         """The commit record; ``None`` when there is none."""
 

@@ -98,9 +98,22 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
 def adopt_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
     """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced.
 
-    :raises ForeignTable: when it is not defined as its source table is now.
+    :raises ForeignTable: when it is not defined as its source table is now, or is another pipeline's.
     """
     table = sql.Identifier(target.schema, target.name)
+    owners = rows(
+        connection,
+        "SELECT DISTINCT pipeline FROM airflow_cdc.tables"
+        " WHERE pipeline <> %s AND target_schema = %s AND target_table = %s",
+        [pipeline, target.schema, target.name],
+    )
+    if owners:
+        names = ", ".join(repr(owner) for (owner,) in owners)
+        raise ForeignTable(
+            f"the target table {target.schema}.{target.name} belongs to pipeline {names} by now",
+            "Give this pipeline another target schema (`sink.schema`); or, if the other one is not needed any more, run"
+            " `airflow-cdc drop` with its file, then `airflow-cdc resnapshot --all` again.",
+        )
     wanted = {column.name: column_type(connection, column).bare for column in target.table.columns}
     query = (
         "SELECT attname::text, format_type(atttypid, atttypmod) FROM pg_attribute"

@@ -236,6 +236,16 @@ class PostgresRecord:
             TableStatements(connection, before).delete(None)
         redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False)
 
+    def identity(self) -> Mapping[str, Any]:
+        """See :meth:`.base.Sink.identity`."""
+        query = (
+            "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
+            " (SELECT oid::bigint FROM pg_database WHERE datname = current_database())"
+        )
+        with connected(self.dsn) as connection:
+            system, database = row(connection, query)
+        return {"system": system, "database": database}
+
     def record(self) -> Record | None:
         """See :meth:`.base.Sink.record`."""
         with self._transaction() as connection:
