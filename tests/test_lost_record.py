@@ -5,17 +5,21 @@ That the record's loss is refused, and healed as the messages say, is in ``test_
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import provisioning
-from airflow_cdc_provider.engine.errors import ForeignTable, GateClosed
+from airflow_cdc_provider.engine import commands, provisioning
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import CdcError, ForeignTable, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.ledger import read_ledger
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.conftest import Databases, drop_database
-from tests.pipelines import PipelineUnderTest, execute
+from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute
 from tests.test_repairs import LOST, ROWS, TABLE, assert_healed
 
 FORGET = "DELETE FROM airflow_cdc.pipelines"
@@ -84,3 +88,30 @@ def test_a_target_that_is_another_pipelines_by_now(pipeline: PipelineUnderTest) 
         provisioning.start_over(pipeline.pipeline, takeover=False)
     assert "airflow-cdc drop" in refused.value.solution
     assert pipeline.target_rows("SELECT pipeline, source_table FROM airflow_cdc.tables") == [("other", "public.t")]
+
+
+def snapshot(pipeline: Pipeline, *, epoch: int | None = None, takeover: bool = False, **_: Any) -> dict[str, Any]:
+    """The command without Spark."""
+    with run_part(pipeline, "snapshot-0", epoch, takeover):
+        copied = [copy_chunk_of(pipeline, chunk, epoch) for chunk in existing_record(pipeline).unfinished]
+    for result in copied:
+        if isinstance(result, CdcError):
+            raise result
+    return {"rows": copied}
+
+
+def test_a_job_that_lives_is_overtaken_for_good(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is made anew and filled under one epoch, which the job does not have, and nobody else gets."""
+    monkeypatch.setattr(commands, "snapshot", snapshot)
+    before, state = pipeline.record, State(pipeline.pipeline.state)
+    elsewhere = dataclasses.replace(Owner.this(), host="elsewhere/1")
+    write_heartbeat(state, Heartbeat(elsewhere, "stream", before.epoch, 4_000_000_000.0, False, {}))
+    pipeline.target(FORGET)
+    pipeline.source(*LOST)
+    with pytest.raises(SecondWriter, match="elsewhere"):
+        commands.resnapshot(pipeline.pipeline, everything=True)
+    assert commands.resnapshot(pipeline.pipeline, everything=True, takeover=True)["rows"] == [20]
+    written = pipeline.target_rows("SELECT DISTINCT epoch FROM airflow_cdc.chunks")
+    assert written == [(pipeline.record.epoch,)]
+    assert pipeline.record.epoch > before.epoch
+    assert_healed(pipeline)

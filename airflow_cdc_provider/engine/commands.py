@@ -391,8 +391,9 @@ def resnapshot(
     if everything == bool(tables) or (everything and where):
         raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
     if everything:
-        provisioning.start_over(pipeline, takeover)
-        return {"requested": None, "rows": snapshot(pipeline, report=report)["rows"]}
+        epoch = provisioning.start_over(pipeline, takeover)
+        copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
+        return {"requested": None, "rows": copied["rows"]}
     state, record = State(pipeline.state), existing_record(pipeline)
     if not {target.table.label for target in record.targets}.issuperset(tables):
         checks.require(checks.preflight(pipeline))

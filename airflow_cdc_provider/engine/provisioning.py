@@ -231,11 +231,12 @@ def _plan(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> li
     return [chunk for table in tables for chunk in plan(source, table, pipeline.snapshot.chunk_rows)]
 
 
-def start_over(pipeline: Pipeline, takeover: bool) -> None:
+def start_over(pipeline: Pipeline, takeover: bool) -> int:
     """Recreate publication and slot, and plan every table as one chunk that replaces it: readers see no hole.
 
     A record that is lost is made anew, if the state vouches for what the pipeline has made.
 
+    :returns: the epoch under which the tables are to be read.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     :raises GateClosed: when the slot's name belongs to others, or there is neither record nor ledger.
     :raises ForeignTable: when there is no record, and a target with rows is not in the ledger, or has other columns.
@@ -278,5 +279,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> None:
                 ours = {t.table.label for t in targets if ledger.targets.get(t.table.label) == (t.schema, t.name)}
                 chunks = [Chunk(table.label, 0, None, None) for table in tables]
                 sink.prepare(targets, chunks, identity, consistent, ours)
+                epoch = take_epoch(pipeline, state, takeover)
     state.remove("checkpoint")
     state.remove(_PROVISIONING)
+    return epoch
