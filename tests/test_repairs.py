@@ -662,6 +662,13 @@ def test_a_checkpoint_is_kept_only_if_the_record_bears_it_out(make_pipeline: Mak
                 (checkpoint / torn).write_text(content_left)
                 job._discard_foreign_checkpoint()
                 assert not checkpoint.exists(), (torn, content_left)
+        for lacking in ({7}, {6}, {6, 5}, {5}, {7, 6, 5}):  # with the last but one, all that Spark reads is there
+            checkpoint = write_checkpoint(pipeline, Position(record.applied), True)
+            (checkpoint / "offsets" / "5").write_text((checkpoint / "offsets" / "6").read_text())
+            for batch in lacking:
+                (checkpoint / "offsets" / str(batch)).unlink()
+            job._discard_foreign_checkpoint()
+            assert checkpoint.exists() is (lacking == {5}), lacking
 
 
 def write_checkpoint(pipeline: PipelineUnderTest, position: Position, committed: bool) -> Path:

@@ -79,12 +79,15 @@ class State:
     def latest_offset(self) -> tuple[dict[str, Any], bool] | None:
         """The last offset in Spark's checkpoint and whether its batch is committed; ``None`` without a checkpoint.
 
-        :raises ValueError: when a file is not whole that Spark would read, as after a power cut: it syncs none.
+        :raises ValueError: when a file that Spark would read is not whole or is not there, as after a power cut: it
+            syncs none.
         """
         if "checkpoint/metadata" in self.names("checkpoint"):
             self._checkpoint_objects("metadata", 1)
         offsets, commits = self._batches("offsets"), self._batches("commits")
         # Spark reads the last of each, and the offset before, where its batch ends and the next one begins.
+        if commits[-1:] > offsets[-1:] or offsets[-2:-1] != [batch - 1 for batch in offsets[-1:] if batch > 0]:
+            raise ValueError(f"{self.checkpoint_url} lacks an offset")
         for batch in commits[-1:]:
             self._checkpoint_objects(f"commits/{batch}", 1)
         found = [self._checkpoint_objects(f"offsets/{batch}", 2) for batch in offsets[-2:]]
