@@ -14,9 +14,9 @@ import pytest
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands, provisioning
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ForeignTable, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.ledger import read_ledger
-from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine.run import existing_record, require_epoch, run_part
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.conftest import Databases, drop_database
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute
@@ -115,3 +115,14 @@ def test_a_job_that_lives_is_overtaken_for_good(pipeline: PipelineUnderTest, mon
     assert written == [(pipeline.record.epoch,)]
     assert pipeline.record.epoch > before.epoch
     assert_healed(pipeline)
+
+
+def test_a_run_is_told_what_its_epoch_met(pipeline: PipelineUnderTest) -> None:
+    """A later epoch is another run's; an earlier one is that of a record from before this run."""
+    sink, record = commands.sink_of(pipeline.pipeline), pipeline.record
+    for ahead, words in ((1, "another run has taken over"), (-1, "restored from a backup")):
+        pipeline.target(f"UPDATE airflow_cdc.pipelines SET epoch = {record.epoch + ahead}")
+        with pytest.raises(Fenced, match=words), sink.fenced(record.epoch):
+            pass
+        with pytest.raises(Fenced, match=words):
+            require_epoch(pipeline.record, record.epoch)

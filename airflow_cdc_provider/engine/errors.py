@@ -159,9 +159,27 @@ class SecondWriter(Refused):
 
 
 class Fenced(Refused):
-    """Another run has taken over the pipeline's epoch; this one must not commit any more."""
+    """The pipeline's epoch is not the run's any more, as another has taken over; this one must not commit."""
 
     retry = Retry.FAIL
+
+    @classmethod
+    def by(cls, other: str, current: int, epoch: int) -> Fenced:
+        """What a run is told that has met another epoch than its own.
+
+        :param other: what has the epoch ``current``, and a verb.
+        :param epoch: the run's.
+        """
+        message = f"this run has epoch {epoch}, but {other} epoch {current}: "
+        if current > epoch:
+            return cls(
+                f"{message}another run has taken over",
+                "Nothing to do if the other run is meant; otherwise stop it and start again.",
+            )
+        return cls(
+            f"{message}the record there is of before this run, as when the sink is restored from a backup",
+            "Start again: whether the source can continue that record is looked at first.",
+        )
 
 
 class SlotBudgetExceeded(Refused):

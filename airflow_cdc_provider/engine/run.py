@@ -107,10 +107,7 @@ def require_epoch(record: Record, epoch: int) -> None:
     :raises Fenced: when another run has taken over.
     """
     if record.epoch != epoch:
-        raise Fenced(
-            f"this run has epoch {epoch}, but the pipeline is at epoch {record.epoch}: another run has taken over",
-            "Nothing to do if the other run is meant; otherwise start a new run.",
-        )
+        raise Fenced.by("the pipeline is at", record.epoch, epoch)
 
 
 def require_latest(state: State, epoch: int) -> None:
@@ -120,10 +117,7 @@ def require_latest(state: State, epoch: int) -> None:
     """
     for beat in read_heartbeats(state):
         if beat.epoch > epoch:
-            raise Fenced(
-                f"this run has epoch {epoch}, but {beat.owner} works under epoch {beat.epoch}: it has taken over",
-                "Nothing to do if the other run is meant; otherwise start a new run.",
-            )
+            raise Fenced.by(f"{beat.owner} works under", beat.epoch, epoch)
 
 
 def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:

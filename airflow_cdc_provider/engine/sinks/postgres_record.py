@@ -417,11 +417,7 @@ class PostgresRecord:
             )
         ((current, applied),) = found
         if current != epoch:
-            raise Fenced(
-                f"this run of pipeline {self.pipeline} has epoch {epoch}, but the sink {describe(self.dsn)} is at"
-                f" epoch {current}: another run has taken over",
-                "Nothing to do if the other run is meant; otherwise stop it and start again.",
-            )
+            raise Fenced.by(f"pipeline {self.pipeline} in {describe(self.dsn)} is at", current, epoch)
         return str(applied)
 
     def _targets(self, connection: Connection) -> dict[str, Target]:
