@@ -11,9 +11,11 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import barriers, commands, reread
+from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.snapshot import readopt
 from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.units import Units
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, execute, transaction
 from tests.standby import WITHOUT_STANDBY, commits_that_wait
@@ -198,6 +200,80 @@ def test_a_snapshot_waits_too(databases: Databases, tmp_path: Path) -> None:
         assert "waiting" not in run.progress
     pipeline.apply()
     pipeline.assert_equal()
+
+
+WAITS = "reading public.t again waits for"
+RULES = {
+    "columns": ({"table": "public.t", "columns": ["id"]}, {"table": "public.t", "columns": ["id", "a"]}),
+    "where": ({"table": "public.t", "where": "id > 1"}, {"table": "public.t", "where": "id > 5"}),
+}
+
+
+@pytest.fixture(params=["columns", "where"])
+def ruled(databases: Databases, tmp_path: Path, request: pytest.FixtureRequest) -> PipelineUnderTest:
+    """A pipeline that streams some columns or rows of ``public.t``."""
+    return streamed(PipelineUnderTest(tmp_path, databases, [RULES[request.param][0]]))
+
+
+def change_rule(pipeline: PipelineUnderTest) -> None:
+    """Change the rule in the file, and ask for the table by it."""
+    (after,) = [after for before, after in RULES.values() if [before] == pipeline.document["source"]["tables"]]
+    pipeline.change(source={"tables": [after]})
+    reread.request(pipeline.pipeline, ["public.t"], None)
+
+
+def assert_by_rule(pipeline: PipelineUnderTest) -> None:
+    condition = "id > 5" if pipeline.document["source"]["tables"] == [RULES["where"][1]] else "true"
+    assert pipeline.target_rows("SELECT id, a FROM public.t ORDER BY 1") == pipeline.source_rows(
+        f"SELECT id, a FROM public.t WHERE {condition} ORDER BY 1"
+    )
+
+
+def test_changes_while_a_request_for_another_rule_waits(
+    ruled: PipelineUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table is published by the new rule already: what comes is in a format, or of rows, that nobody recorded."""
+    with transaction(ruled.databases.source, ELSEWHERE) as session:
+        stream = Streaming(ruled)
+        change_rule(ruled)
+        stream.until(lambda: bool(ruled.marker()) and WAITS in str(stream.waiting), "the wait")
+        ruled.source("UPDATE public.t SET a = a + 1 WHERE id IN (1, 3, 7)")
+        marker = ruled.marker()
+        if "columns" in ruled.document["source"]["tables"][0]:
+            stream.until(lambda: "Reading public.t again: publication" in caplog.text, "the unit that waits, too")
+        else:
+            stream.until(lambda: ruled.record.applied >= marker, "the unit")
+        session.commit()
+    stream.until(lambda: bool(ruled.marker()) and ruled.record.applied >= marker and not requests(ruled), "the read")
+    stream.end()
+    assert stream.attempts == 1
+    assert_by_rule(ruled)
+
+
+def test_older_transactions_end_between_a_request_and_the_look_at_the_catalog(
+    ruled: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look finds the publication altered, and nothing any more that the request would wait for."""
+    late: list[bool] = []
+    settle = Units._settle
+    with transaction(ruled.databases.source, ELSEWHERE) as session:
+
+        def settled(units: Units) -> str | None:
+            with connected(ruled.pipeline.source.dsn) as source:
+                units.look(source)  # as at a heartbeat
+            drift = units._drift
+            if drift is not None and units.applied >= drift.marker and requests(ruled) and not late:
+                late.append(units._barriers.pending("public.t"))
+                session.commit()
+            return settle(units)
+
+        monkeypatch.setattr(Units, "_settle", settled)
+        stream = Streaming(ruled)
+        change_rule(ruled)
+        stream.until(lambda: bool(ruled.marker()) and not requests(ruled), "the read")
+    stream.end()
+    assert late == [True]
+    assert_by_rule(ruled)
 
 
 @pytest.mark.spark

@@ -97,6 +97,12 @@ def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, s
     return done, waiting
 
 
+def requested(run: Run, label: str) -> bool:
+    """Whether there is a request to read a table whole, as it is now."""
+    wanted = (run.state.read(name) for name in run.state.names(_REQUESTS))
+    return any(each["where"] is None and label in each["tables"] for each in wanted if each)
+
+
 def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> None:
     """Refuse a re-read that cannot be done, before anything is touched.
 

@@ -27,7 +27,14 @@ from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.drift import catalog_state, drifted, look
-from airflow_cdc_provider.engine.errors import Blocked, CannotFollow, CdcError, OlderTransactions, StreamFailed
+from airflow_cdc_provider.engine.errors import (
+    Blocked,
+    CannotFollow,
+    CdcError,
+    ConfigError,
+    OlderTransactions,
+    StreamFailed,
+)
 from airflow_cdc_provider.engine.evolution import (
     Adopt,
     Follow,
@@ -42,7 +49,8 @@ from airflow_cdc_provider.engine.evolution import (
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.reread import adopt, read_keys_again, take_requests, target_of
+from airflow_cdc_provider.engine.pgoutput import Relation
+from airflow_cdc_provider.engine.reread import adopt, read_keys_again, requested, take_requests, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
@@ -239,10 +247,10 @@ class Units:
         target = target_of(self.record, misfit.label)
         with connected(self._run.pipeline.source.dsn) as source:
             after = look(source, self._run.pipeline, [target])[misfit.label]
-        verdict = decide(target.table, after, misfit.relation)
+        verdict = self._decide(target, after, misfit.relation)
         if torn and not isinstance(verdict, Refuse):
             # The next try filters what the parts have been staged for in vain.
-            self._insist(partial(adopt, self._run, misfit.label, self._barriers), misfit.label)
+            self._insist(partial(self._adopt, misfit.label, "a transaction has changed it"), misfit.label)
             raise _torn()
         self._insist(partial(self._change, target, verdict), misfit.label)
 
@@ -271,7 +279,7 @@ class Units:
         refused = None
         for label, after in now.items():
             target = target_of(self.record, label)
-            verdict = decide(target.table, after)
+            verdict = self._decide(target, after)
             if isinstance(verdict, Refuse):
                 refused = CannotFollow(verdict.message, verdict.solution)
                 continue
@@ -280,6 +288,16 @@ class Units:
         with self._looking:
             if self._drift is drift:
                 self._drift = None
+
+    def _decide(self, target: Target, after: Table | CdcError, relation: Relation | None = None) -> Verdict:
+        """As :func:`.decide`; what would be refused is done where a request wants the table as it is now.
+
+        While such a request waits, the publication says already what the record does not.
+        """
+        verdict = decide(target.table, after, relation)
+        if isinstance(verdict, Refuse) and requested(self._run, target.table.label):
+            return Adopt(verdict.message)
+        return verdict
 
     def _change(self, target: Target, verdict: Verdict) -> None:
         """Carry out a verdict between two units."""
@@ -299,7 +317,10 @@ class Units:
     def _adopt(self, label: str, why: str) -> None:
         if not self._barriers.pending(label):
             log.warning("Reading %s again: %s", label, why)
-        adopt(self._run, label, self._barriers)
+        try:
+            adopt(self._run, label, self._barriers)
+        except ConfigError as e:  # of a table that was there when the stream began
+            raise CannotFollow(e.message, e.solution) from e
 
     def _insist(self, read: Callable[[], object], *labels: str) -> None:
         """Read again what the unit at hand cannot do without, however long older transactions stay open.
