@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine import attempts
 from airflow_cdc_provider.engine import run as run_module
 from airflow_cdc_provider.engine.budget import Action, Budget, BudgetWatch
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, SlotBudgetExceeded, StateUnwritable, StreamFailed
+from airflow_cdc_provider.engine.errors import ConfigError, SlotBudgetExceeded, SparkLost, StateUnwritable, StreamFailed
 from airflow_cdc_provider.engine.restart import HEALED_SECONDS, Attempt, Failure, Restart
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.slot import SlotState
@@ -83,6 +83,24 @@ def test_what_a_job_says_of_itself_tells_whether_it_has_committed(
     with pytest.raises(StreamFailed):
         attempts.keep_trying(run, None, attempt)  # type: ignore[arg-type]
     assert seen[-1] == [False, False, False, False, True, False]
+
+
+def test_the_end_of_spark_is_no_error_of_a_job_that_is_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A signal to all of its processes ends the JVM, too."""
+    run = Run(parse({}), State(str(tmp_path)), "stream", 1)
+    monkeypatch.setattr(attempts, "_look_at_slot", lambda run: None)
+
+    def attempt(record: object) -> None:
+        raise SparkLost("its JVM has ended", "")
+
+    with pytest.raises(SparkLost):
+        attempts.keep_trying(run, None, attempt)  # type: ignore[arg-type]
+
+    def stopped(record: object) -> None:
+        run.ask_to_stop()
+        attempt(record)
+
+    assert attempts.keep_trying(run, None, stopped) is None  # type: ignore[arg-type,func-returns-value]
 
 
 def test_a_heartbeat_may_fail_while_others_still_take_the_job_for_alive(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from airflow_cdc_provider.engine.connection import connected
@@ -27,7 +27,7 @@ from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.restart import Attempt, Failure
 from airflow_cdc_provider.engine.run import Run, rejoin, require_latest
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import drop_slot, read_slot, reader_name
+from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender, read_slot, reader_name
 
 T = TypeVar("T")
 
@@ -62,14 +62,13 @@ def _give_up_slot(run: Run, exceeded: SlotBudgetExceeded) -> None:
     """
     names = run.pipeline.source
     try:
-        with contextlib.ExitStack() as fence:
-            try:
-                fence.enter_context(run.sink.fenced(run.epoch))
-            except _UNREACHABLE:
-                # Nobody can take over now. Who has before the sink was lost, beats in the state.
-                require_latest(run.state, run.epoch)
-            with connected(names.dsn) as source:
-                drop_slot(source, names.slot, reader_name(names.dsn, names.slot))
+        with _fenced(run):
+            pass  # a run that was overtaken leaves the other's reader alone
+        with connected(names.dsn) as source:
+            # Without the fence: it can take long, and who takes over meanwhile ends the session that holds the fence.
+            end_walsender(source, names.slot, reader_name(names.dsn, names.slot))
+            with _fenced(run):
+                drop_free_slot(source, names.slot)
     except Fenced:
         raise
     except _ANY as e:
@@ -78,6 +77,21 @@ def _give_up_slot(run: Run, exceeded: SlotBudgetExceeded) -> None:
             f"Drop it on the source, SELECT pg_drop_replication_slot('{names.slot}'), or make room there. If it is"
             " dropped, the repair is `airflow-cdc resnapshot --all`, then stream.",
         ) from e
+
+
+@contextlib.contextmanager
+def _fenced(run: Run) -> Iterator[None]:
+    """Keep others from taking over.
+
+    :raises Fenced: when another has.
+    """
+    with contextlib.ExitStack() as fence:
+        try:
+            fence.enter_context(run.sink.fenced(run.epoch))
+        except _UNREACHABLE:
+            # Nobody can take over now. Who has before the sink was lost, beats in the state.
+            require_latest(run.state, run.epoch)
+        yield
 
 
 def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | None:
@@ -91,10 +105,12 @@ def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | N
             error = e
         except DRIVER_ERRORS as e:
             error = driver_failure(e, run.part)
-        if error.retry is not Retry.RETRY or isinstance(error, SparkLost):  # a session does not come back
+        if error.retry is not Retry.RETRY:
             raise error
-        if run.stopping:
+        if run.stopping:  # whoever ends all processes of a job ends Spark's JVM, too
             break
+        if isinstance(error, SparkLost):  # a session does not come back
+            raise error
         before, committed = committed, _committed(run)
         failures.append(Failure(time.monotonic(), before is not None and committed != before))
         following = run.pipeline.stream.restart.after(failures)

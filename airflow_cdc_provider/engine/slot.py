@@ -264,4 +264,14 @@ def drop_slot(connection: Connection, slot: str, reader: str) -> None:
     state = read_slot(connection, slot)
     if state is not None and is_ours(connection, state):
         end_walsender(connection, slot, reader)
+        drop_free_slot(connection, slot)
+
+
+def drop_free_slot(connection: Connection, slot: str) -> None:
+    """Remove the slot, if it exists and is one of a pipeline of this database.
+
+    :raises psycopg2.Error: when somebody reads from it.
+    """
+    state = read_slot(connection, slot)
+    if state is not None and is_ours(connection, state):
         rows(connection, "SELECT pg_drop_replication_slot(%s)", [slot])

@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError, Fenced, SlotBudgetExceeded
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import drop_slot, read_slot
+from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender, read_slot
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.outages.conftest import Pair
 from tests.outages.scene import QUICK, SECONDS, applied, copied, marker
@@ -124,12 +124,26 @@ def test_nobody_takes_over_while_the_slot_is_dropped(
         with pytest.raises(psycopg.errors.LockNotAvailable):
             pipeline.target("SET lock_timeout = '200ms'; UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
         seen.append(1)
-        drop_slot(*arguments)
+        drop_free_slot(*arguments)
 
-    monkeypatch.setattr(attempts, "drop_slot", drop)
+    monkeypatch.setattr(attempts, "drop_free_slot", drop)
     assert isinstance(beyond_the_budget(pipeline, lambda: None), SlotBudgetExceeded)
     assert seen
     assert not has_slot(pair, pipeline)
+
+
+def test_a_run_that_is_overtaken_while_it_ends_its_reader_leaves_the_slot_alone(
+    pair: Pair, make: Callable[..., PipelineUnderTest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = copied(make(on_max_retained_wal="drop-slot"))
+
+    def end(*arguments: Any) -> None:
+        end_walsender(*arguments)
+        pipeline.target("SET lock_timeout = '200ms'; UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
+
+    monkeypatch.setattr(attempts, "end_walsender", end)
+    assert isinstance(beyond_the_budget(pipeline, lambda: None), Fenced)
+    assert has_slot(pair, pipeline)
 
 
 def test_a_slot_that_cannot_be_dropped(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
