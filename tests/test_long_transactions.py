@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import barriers, commands, reread
 from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.errors import CannotFollow, OlderTransactions
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.snapshot import readopt
 from airflow_cdc_provider.engine.state import State
@@ -240,7 +242,7 @@ def test_changes_while_a_request_for_another_rule_waits(
         ruled.source("UPDATE public.t SET a = a + 1 WHERE id IN (1, 3, 7)")
         marker = ruled.marker()
         if "columns" in ruled.document["source"]["tables"][0]:
-            stream.until(lambda: "Reading public.t again: publication" in caplog.text, "the unit that waits, too")
+            stream.until(lambda: "stream stands still: reading public.t" in caplog.text, "the unit that waits, too")
         else:
             stream.until(lambda: ruled.record.applied >= marker, "the unit")
         session.commit()
@@ -274,6 +276,64 @@ def test_older_transactions_end_between_a_request_and_the_look_at_the_catalog(
     stream.end()
     assert late == [True]
     assert_by_rule(ruled)
+
+
+@pytest.fixture
+def two(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
+    """A pipeline that streams ``public.t`` and ``public.u``."""
+    made = PipelineUnderTest(tmp_path, databases, ["public.t", "public.u"])
+    made.source("CREATE TABLE public.u (id int PRIMARY KEY, a int NOT NULL)", "INSERT INTO public.u VALUES (1, 1)")
+    made.source(*TABLES)
+    made.provision()
+    made.copy()
+    made.copy(table="public.u")
+    made.apply()
+    return made
+
+
+def test_a_refusal_does_not_wait_for_another_table(two: PipelineUnderTest) -> None:
+    two.source(
+        "ALTER TABLE public.t ALTER a TYPE int USING a + 1000",
+        "ALTER TABLE public.u DROP CONSTRAINT u_pkey, ADD PRIMARY KEY (id, a)",
+    )
+    with transaction(two.databases.source, ELSEWHERE):
+        stream = Streaming(two)
+        with pytest.raises(CannotFollow, match=r"the key of public\.u was"):
+            stream.until(lambda: not two.marker(), "the refusal")
+
+
+def test_short_transactions_are_waited_for_once_for_all_tables(two: PipelineUnderTest, waits: list[float]) -> None:
+    with transaction(two.databases.source, ELSEWHERE) as session:
+        stream = Streaming(two)
+        reread.request(two.pipeline, ["public.t", "public.u"], None)
+        stream.until(lambda: bool(two.marker()) and "reading public.u" in str(stream.waiting), "the wait")
+        assert sum(wait > 0 for wait in waits) == 1
+        session.commit()
+    stream.until(lambda: bool(two.marker()) and not requests(two), "the read")
+    stream.end()
+
+
+def test_rows_that_have_been_read_again_are_not_read_once_more(two: PipelineUnderTest) -> None:
+    """Another table than theirs turns out to be defined otherwise, which has to wait for older transactions."""
+    two.source("ALTER TABLE public.u ADD b int")
+    with transaction(two.databases.source, ELSEWHERE), run_part(two.pipeline, "stream", None) as (run, record):
+        keys = {label: frozenset({("1",)}) for label in ("public.t", "public.u")}
+        changed = reread.read_keys_again(run, record, keys, np.zeros(0, np.uint32))
+    assert changed == ("public.u",)
+
+
+@pytest.mark.timeout(120)
+def test_a_snapshot_that_waits_is_asked_to_stop(databases: Databases, tmp_path: Path) -> None:
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    pipeline.source(*TABLES)
+    record = pipeline.provision()
+    pipeline.source("ALTER TABLE public.t ADD b int")
+    with run_part(pipeline.pipeline, "snapshot-0", None) as (run, _):
+        with transaction(pipeline.databases.source, ELSEWHERE):
+            run.ask_to_stop()
+            with pytest.raises(OlderTransactions):
+                readopt(run, record.targets[0])
+        assert readopt(run, record.targets[0]) == 20
 
 
 @pytest.mark.spark

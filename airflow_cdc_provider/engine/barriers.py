@@ -37,6 +37,8 @@ class Barriers:
 
     def __init__(self, patience: float = 0.0) -> None:
         self._patience = patience
+        self._grace = _GRACE_SECONDS
+        self._shares_grace = False
         self._up: dict[str, tuple[int, Mapping[str, str] | None]] = {}
         self._unseen = np.zeros(0, dtype=np.uint32)
 
@@ -64,6 +66,15 @@ class Barriers:
             if not waits:
                 self.lift(label)
 
+    @contextmanager
+    def one_grace(self) -> Iterator[None]:
+        """Wait for short transactions only once, however many barriers are put up meanwhile."""
+        self._shares_grace = True
+        try:
+            yield
+        finally:
+            self._shares_grace, self._grace = False, _GRACE_SECONDS
+
     def lift(self, label: str) -> None:
         """Forget a barrier: the next one is put up at the transactions of that time."""
         self._up.pop(label, None)
@@ -82,7 +93,12 @@ class Barriers:
             return
         failpoint("before-barrier")
         self._up[label] = scalar(source, "SELECT pg_current_xact_id()::text::bigint"), published
-        self._look(source, label, max(self._patience, _GRACE_SECONDS))
+        try:
+            self._look(source, label, max(self._patience, self._grace))
+        except OlderTransactions:
+            if self._shares_grace:
+                self._grace = 0.0
+            raise
 
     def look(self, source: Connection, label: str) -> None:
         """Look whether all transactions below the barrier of a re-read are seen, if one is up.

@@ -11,10 +11,12 @@ a table joins a running pipeline, and how a change of schema is followed that ca
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,7 @@ from airflow_cdc_provider.engine.errors import (
     ForeignTable,
     GateClosed,
     MissingPrivilege,
+    OlderTransactions,
     SchemaChanged,
     TargetConflict,
     ValueRefused,
@@ -47,8 +50,13 @@ from airflow_cdc_provider.engine.run import Run, existing_record, record_error, 
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
 
+T = TypeVar("T")
+
 _REQUESTS = "requests"
 _DEFINITIONS = 5
+_LOOK_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 def request(pipeline: Pipeline, tables: list[str], where: str | None) -> str:
@@ -127,6 +135,36 @@ def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> 
             f"--where {where!r} is not a condition on {label}: {str(e).splitlines()[0]}",
             "Give an SQL condition on its columns.",
         ) from e
+
+
+def insist(
+    run: Run,
+    read: Callable[[], T],
+    waiting: Callable[[str], None] = lambda what: None,
+    halted: Callable[[], bool] = lambda: False,
+) -> T:
+    """Read again what the job cannot do without, however long older transactions stay open.
+
+    :param waiting: told at each look what is waited for.
+    :param halted: whether to end the wait.
+    :raises OlderTransactions: when the job is to end meanwhile.
+    :raises Fenced: when another run has taken over meanwhile.
+    """
+    told = False
+    while True:
+        try:
+            return read()
+        except OlderTransactions as e:
+            if not told:
+                _log.warning("%s stands still: %s", run.part, e.message)
+            told = True
+            waiting(e.message)
+            run.wait(_LOOK_SECONDS)
+            if run.stopping or halted():
+                raise
+            run.check()
+            with run.sink.fenced(run.epoch):
+                pass  # still ours
 
 
 def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: str | None = None) -> int:
@@ -229,11 +267,11 @@ def read_keys_again(
     record: Record,
     keys: Mapping[str, frozenset[tuple[str, ...]]],
     xids: npt.NDArray[np.uint32],
-    barriers: Barriers,
-) -> None:
+) -> tuple[str, ...]:
     """Read rows again whose values the unit at hand lacks, in a snapshot that sees all its transactions.
 
     :param xids: the unit's transactions.
+    :returns: tables that have to be read whole instead, as they are defined otherwise than recorded.
     :raises OlderTransactions: as long as they are not visible.
     """
     with connected(run.pipeline.source.dsn) as source:
@@ -248,15 +286,17 @@ def read_keys_again(
             )
             for label, members in keys.items()
         }
+    changed = []
     for label, members in keys.items():
         target = target_of(record, label)
         reader = SnapshotReader(reads[label])
         try:
             run.sink.replace(run.epoch, target, members, reader.batches(), reader.finish, target)
         except SchemaChanged:
-            adopt(run, label, barriers)
+            changed.append(label)
         finally:
             reader.close()
+    return tuple(changed)
 
 
 def _matching_keys(connection: Connection, table: Table, where: str) -> frozenset[tuple[str, ...]]:

@@ -12,20 +12,21 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
+from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.connection import connected, describe
 from airflow_cdc_provider.engine.drift import look
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, OlderTransactions, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.evolution import Refuse, decide
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotReader, driver_failure, plan_read
-from airflow_cdc_provider.engine.reread import adopt, target_of
+from airflow_cdc_provider.engine.reread import adopt, insist, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
 
@@ -150,17 +151,14 @@ def readopt(run: Run, target: Target) -> int:
         verdict = decide(recorded.table, look(source, run.pipeline, [recorded])[label])
     if isinstance(verdict, Refuse):
         raise CannotFollow(verdict.message, verdict.solution)
-    barriers, progress = Barriers(PATIENCE_SECONDS), run.progress
-    while True:
-        try:
-            written = adopt(run, label, barriers)
-        except OlderTransactions as e:
-            run.progress = {**progress, "waiting": e.message}
-            if run.stopping:
-                raise
-        else:
-            run.progress = progress
-            return written
+    progress = run.progress
+
+    def waiting(what: str) -> None:
+        run.progress = {**progress, "waiting": what}
+
+    written = insist(run, partial(adopt, run, label, Barriers()), waiting)
+    run.progress = progress
+    return written
 
 
 def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:

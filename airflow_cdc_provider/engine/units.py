@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,6 @@ from airflow_cdc_provider.engine.errors import (
     CannotFollow,
     CdcError,
     ConfigError,
-    OlderTransactions,
     StreamFailed,
 )
 from airflow_cdc_provider.engine.evolution import (
@@ -50,11 +50,13 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Relation
-from airflow_cdc_provider.engine.reread import adopt, read_keys_again, requested, take_requests, target_of
+from airflow_cdc_provider.engine.reread import adopt, insist, read_keys_again, requested, take_requests, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stage import END, Stage, open_filters
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,6 @@ log = logging.getLogger(__name__)
 _STAGINGS = 5
 # A change of schema is followed, and if the log then shows that there was more to it, the table is read again.
 _MEETINGS = 3
-_LOOK_SECONDS = 1.0
 
 
 class _RelationChanged(Exception):
@@ -270,24 +271,30 @@ class Units:
 
     def _settle_now(self, drift: _Drift) -> None:
         with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-            for label in drift.tables:
-                self._barriers.look(source, label)
+            if self._refused(drift.tables) is None:
+                for label in drift.tables:
+                    self._barriers.look(source, label)  # before all that it would cost to get there
             now = drifted(source, self._run.pipeline, self.record.targets)
             if not all(drift.told(label, after) for label, after in now.items()):
                 self._drift = _Drift(now, emit_marker(source, "definition"))
                 return
-        refused = None
+        self.refusal = self._refused(now)  # whatever the others have to wait for
         for label, after in now.items():
             target = target_of(self.record, label)
             verdict = self._decide(target, after)
-            if isinstance(verdict, Refuse):
-                refused = CannotFollow(verdict.message, verdict.solution)
-                continue
-            self._change(target, verdict)
-        self.refusal = refused
+            if not isinstance(verdict, Refuse):
+                self._change(target, verdict)
         with self._looking:
             if self._drift is drift:
                 self._drift = None
+
+    def _refused(self, tables: Mapping[str, Table | CdcError]) -> CannotFollow | None:
+        """Why the stream cannot go on, given what the catalog says of some tables."""
+        for label, after in tables.items():
+            verdict = self._decide(target_of(self.record, label), after)
+            if isinstance(verdict, Refuse):
+                return CannotFollow(verdict.message, verdict.solution)
+        return None
 
     def _decide(self, target: Target, after: Table | CdcError, relation: Relation | None = None) -> Verdict:
         """As :func:`.decide`; what would be refused is done where a request wants the table as it is now.
@@ -322,26 +329,19 @@ class Units:
         except ConfigError as e:  # of a table that was there when the stream began
             raise CannotFollow(e.message, e.solution) from e
 
-    def _insist(self, read: Callable[[], object], *labels: str) -> None:
-        """Read again what the unit at hand cannot do without, however long older transactions stay open.
+    def _insist(self, read: Callable[[], T], *labels: str) -> T:
+        """Read again what the unit at hand cannot do without, see :func:`.insist`.
 
-        :param labels: the tables.
-        :raises OlderTransactions: when the stream is to end meanwhile.
+        :param labels: the tables that are read whole.
         """
         for label in labels:
             self._barriers.lift(label)  # one that is up may be older than the unit
-        while True:
-            try:
-                read()
-                break
-            except OlderTransactions as e:
-                self._wait_for(e.message)
-                self._run.wait(_LOOK_SECONDS)
-                if self.halted or self._run.stopping:
-                    raise
-                with self._run.sink.fenced(self._run.epoch):
-                    pass  # still ours
-        self._wait_for(None)
+        found = insist(self._run, read, self._stand_still, lambda: self.halted)
+        self.waiting = None
+        return found
+
+    def _stand_still(self, what: str) -> None:
+        self.waiting = what
 
     def _wait_for(self, what: str | None) -> None:
         if what and not self.waiting:
@@ -359,8 +359,9 @@ class Units:
                 self._run.sink.commit(self._run.epoch, start, end, unit)
                 return True
             except MissingValues as e:
-                read = partial(read_keys_again, self._run, self.record, e.keys, _xids(unit), self._barriers)
-                self._insist(read, *e.keys)
+                changed = self._insist(partial(read_keys_again, self._run, self.record, e.keys, _xids(unit)))
+                for label in changed:  # what has been read stays so, however long these have to wait
+                    self._insist(partial(self._adopt, label, "its definition has changed since"), label)
         self.record = existing_record(self._run.pipeline)
         return False
 
@@ -393,7 +394,8 @@ class Units:
 
     def _take_requests(self) -> str | None:
         """Take the requests; what they wait for, if they do."""
-        done, waiting = take_requests(self._run, self.record, self._barriers)
+        with self._barriers.one_grace():
+            done, waiting = take_requests(self._run, self.record, self._barriers)
         if done:
             self.record = existing_record(self._run.pipeline)
         return waiting
