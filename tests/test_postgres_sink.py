@@ -187,7 +187,7 @@ def test_an_old_epoch_commits_nothing(databases: Databases) -> None:
     assert staging_tables(databases.target) == 1
     sink.sweep(new)
     assert staging_tables(databases.target) == 0
-    assert new == old + 1
+    assert new > old
     assert rows(databases.target) == []
 
 
@@ -201,7 +201,7 @@ def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
         commit.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
         with pytest.raises(Exception, match="lock timeout"):
             sink.take_epoch("too early")
-    assert sink.take_epoch("in time") == epoch + 1
+    assert sink.take_epoch("in time") > epoch
 
 
 def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
@@ -212,7 +212,7 @@ def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
     monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(databases.target, application_name="airflow-cdc sink p") as paused:
         paused.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
-        assert sink.take_epoch("next") == epoch + 1
+        assert sink.take_epoch("next") > epoch
         with pytest.raises(psycopg.OperationalError):
             paused.execute("SELECT 1")
 

@@ -23,6 +23,7 @@ from pyspark.errors import PySparkException
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine import cli, commands, provisioning, reread
+from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.errors import (
     CannotFollow,
@@ -278,7 +279,7 @@ def test_an_overtaken_run_changes_nothing(make_pipeline: Make) -> None:
         run.sink.take_epoch("another run")
         pipeline.source(f"ALTER PUBLICATION {publication} DROP TABLE public.t")
         with pytest.raises(Fenced):
-            reread.adopt(run, "public.t")
+            reread.adopt(run, "public.t", Barriers())
         assert pipeline.source_rows("SELECT * FROM pg_publication_tables") == []
         with pytest.raises(Fenced):
             run.sink.restart(run.epoch, record.targets, record.identity, 1)
