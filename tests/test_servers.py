@@ -76,6 +76,7 @@ def test_restart_keeps_port_and_data(make_server: ServerMaker) -> None:
     assert scalar(before, "SELECT n FROM kept") == 1
 
 
+@pytest.mark.slow
 def test_kill_ends_every_process_and_a_start_recovers(make_server: ServerMaker) -> None:
     server = make_server()
     write(server.dsn(), "CREATE TABLE kept AS SELECT 1 AS n")
@@ -92,6 +93,7 @@ def test_kill_ends_every_process_and_a_start_recovers(make_server: ServerMaker) 
     assert scalar(server.dsn(), "SELECT n FROM kept") == 1
 
 
+@pytest.mark.slow
 def test_a_fast_stop_does_not_wait_forever_for_a_stuck_walsender(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_missing_binaries_name_the_remedy() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts servers as another user")
+@pytest.mark.slow
 def test_a_closed_directory_is_refused_for_data_and_copied_for_binaries(server_directory: Path) -> None:
     closed = server_directory / "closed"
     closed.mkdir(mode=0o700)
@@ -243,6 +246,7 @@ def test_the_shop_has_out_of_line_bodies_and_is_the_same_each_time(databases: Da
         assert scalar(databases.source, digest) == scalar(databases.target, digest)
 
 
+@pytest.mark.slow
 def test_writers_make_every_kind_of_change(make_server: ServerMaker, system_binaries: Path) -> None:
     dsn = make_server(binaries=system_binaries).dsn()
     fill_shop(dsn)
@@ -266,6 +270,7 @@ def test_writers_make_every_kind_of_change(make_server: ServerMaker, system_bina
     assert any("old-key" not in line for line in unchanged)
 
 
+@pytest.mark.slow
 def test_writers_report_why_they_stopped(make_server: ServerMaker) -> None:
     server = make_server()
     fill_shop(server.dsn())

@@ -13,6 +13,8 @@ from tests.conftest import ServerMaker
 from tests.pipelines import copy_chunk_of
 from tests.races.scene import Make
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def asynchronous_source(make_server: ServerMaker) -> PostgresServer:

@@ -9,6 +9,8 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from tests.races.scene import Make, Mode, events
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_rows_of_one_copy(make_pipeline: Make, mode: Mode) -> None:

@@ -14,6 +14,8 @@ from airflow_cdc_provider.engine.snapshot import copy_chunk
 from tests.pipelines import chunk_task, copy_chunk_of, transaction
 from tests.races.scene import SECONDS, Make, Mode, await_waiting
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["ascending", "descending"])
