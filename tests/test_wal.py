@@ -164,6 +164,7 @@ def test_the_slot_moves_only_when_told(databases: Databases) -> None:
         assert await_condition(lambda: read_slot(source, slot).confirmed_flush_lsn == end.lsn, 10)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: ServerMaker) -> None:
     """Back-pressure reaches the server, and status goes out all the same: the connection outlives the timeouts."""
     server: PostgresServer = make_server(settings={"wal_sender_timeout": "2s", "tcp_user_timeout": "2s"})

@@ -17,6 +17,8 @@ from airflow_cdc_provider.engine.source import SlotStreamReader, SourceOptions
 from tests.pipelines import chunk_task, copy_chunk_of
 from tests.races.scene import SECONDS, Make, await_waiting
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_old_epoch_commits_nothing(make_pipeline: Make) -> None:
     pipeline = make_pipeline()

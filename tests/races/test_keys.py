@@ -9,6 +9,8 @@ import pytest
 from tests.pipelines import transaction
 from tests.races.scene import Make, Mode, events
 
+pytestmark = pytest.mark.slow
+
 MOVES: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[tuple[Any, ...]]]] = {
     # Neither chunk has the row, and the event's new half lacks the value that has not changed.
     "from an unread chunk to a read one": ((1,), (0,), [("i", 105, None, ["big"])]),

@@ -24,6 +24,8 @@ from tests.pipelines import execute, transaction
 from tests.races.scene import SECONDS, Make, Mode, await_waiting, events
 from tests.standby import WITHOUT_STANDBY, commits_that_wait
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def standby_source(make_server: ServerMaker) -> PostgresServer:
