@@ -27,7 +27,7 @@ from airflow_cdc_provider.engine.timeline import Switch, left_at, parse_history,
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest, apply_stream, chunk_task, execute, follow_log, query_rows
 from tests.proxy import Proxy
-from tests.test_repairs import LOST, ROWS, TABLE, assert_healed, carry_out, content, refused
+from tests.repairs.scene import LOST, ROWS, TABLE, assert_healed, carry_out, content, refused
 
 pytestmark = pytest.mark.slow
 

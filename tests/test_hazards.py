@@ -263,7 +263,7 @@ def test_the_insert_position_of_an_idle_server_is_never_reached(make_pipeline: M
 
 
 def test_a_start_beyond_the_end_of_the_log_is_accepted(make_pipeline: Make) -> None:
-    """And what is committed until the log gets there is never sent. Ours refuses, see test_repairs."""
+    """And what is committed until the log gets there is never sent. Ours refuses, see tests/repairs."""
     pipeline = make_pipeline(TABLE, "CREATE PUBLICATION naive FOR TABLE public.t")
     ((beyond,),) = pipeline.source_rows("SELECT (pg_current_wal_flush_lsn() + 4000000)::text")
     with naive_slot(pipeline.databases.source, "naive", beyond) as streamed:
@@ -274,7 +274,7 @@ def test_a_start_beyond_the_end_of_the_log_is_accepted(make_pipeline: Make) -> N
 
 
 def test_changes_are_skipped_while_a_publication_does_not_exist(make_server: ServerMaker) -> None:
-    """From Postgres 18 on with no more than a warning in the server's log. Ours refuses, see test_repairs."""
+    """From Postgres 18 on with no more than a warning in the server's log. Ours refuses, see tests/repairs."""
     server = make_server("18")
     execute(server.dsn(), TABLE, "CREATE PUBLICATION naive FOR TABLE public.t")
     with naive_slot(server.dsn(), "naive") as streamed:

@@ -1,6 +1,6 @@
 """A commit record that is lost, wholly or in part, and made anew: what the state vouches for, and what it does not.
 
-That the record's loss is refused, and healed as the messages say, is in ``test_repairs``.
+That the record's loss is refused, and healed as the messages say, is in ``tests/repairs``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.run import existing_record, require_epoch, run_
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.conftest import Databases, drop_database
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute
-from tests.test_repairs import LOST, ROWS, TABLE, assert_healed
+from tests.repairs.scene import LOST, ROWS, TABLE, assert_healed
 
 FORGET = "DELETE FROM airflow_cdc.pipelines"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.airflow_support import STATUS, connection_json, install_commands, wri
 import psutil
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ExitCode, GateClosed, SecondWriter, ServerNotReady, SparkUnusable
 from airflow_cdc_provider.hooks import spark_job
@@ -325,8 +325,7 @@ def test_a_group_ends_with_members_that_ignore_sigterm_or_left_it(tmp_path: Path
 
     with ProcessGroup() as group:
         psutil.Popen(["/bin/sh", "-c", script], process_group=group.id)
-        while not (tmp_path / "pid").exists() or len(group.members()) < 4:
-            time.sleep(0.05)
+        assert await_condition(lambda: (tmp_path / "pid").exists() and len(group.members()) >= 4, 60)
         members = group.members()
         group.end(grace=0.2)
         assert group.members() == set()

@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest
-from tests.test_repairs import LOST, ROWS, TABLE, assert_healed, carry_out, refused
+from tests.repairs.scene import LOST, ROWS, TABLE, assert_healed, carry_out, refused
 
 pytestmark = pytest.mark.slow
 

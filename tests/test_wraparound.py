@@ -17,7 +17,7 @@ from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands, provisioning
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, execute, transaction
-from tests.test_repairs import TABLE
+from tests.repairs.scene import TABLE
 
 pytestmark = pytest.mark.slow
 
