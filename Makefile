@@ -12,6 +12,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# A single process leaves both cores half idle. Each has servers of its own; the tests of a file share what they start.
+PROCESSES ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+
 # $(call debian-install,PACKAGE): install a package of Debian, with fresh lists when the old ones do not do.
 debian-install = export DEBIAN_FRONTEND=noninteractive; \
 	apt-get install -y --no-install-recommends $(1) || { apt-get update && apt-get install -y --no-install-recommends $(1); }
@@ -60,12 +64,12 @@ postgres: | java
 	echo "Tests that need a full Postgres are skipped: there is none in /usr/lib/postgresql (on Debian: apt-get install postgresql)." >&2
 
 .PHONY: test
-test: $(INSTALLED) java postgres ## run all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) java postgres ## run all tests (PROCESSES=n at a time, 2 by default)
+	$(PYTEST)
 
 .PHONY: test-fast
 test-fast: $(INSTALLED) postgres ## run the quick tests, which start neither Spark nor Airflow
-	$(BIN)/python -m pytest -m "not spark and not airflow and not slow"
+	$(PYTEST) -m "not spark and not airflow and not slow"
 
 .PHONY: lint
 lint: $(INSTALLED) ## check style and formatting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import itertools
 import os
 import shutil
@@ -16,7 +17,10 @@ from contextlib import contextmanager
 import pytest
 
 _CLONE_NEWNET = 0x40000000
-_numbers = itertools.count(1)
+# Of the block for benchmarks, which nobody routes. Processes that test at the same time have neighbouring ids.
+_NETWORKS_OF_A_PROCESS = 64
+_networks = list(ipaddress.ip_network("198.18.0.0/15").subnets(new_prefix=30))
+_numbers = itertools.count()
 
 
 class Network:
@@ -25,8 +29,8 @@ class Network:
     def __init__(self) -> None:
         number = next(_numbers)
         self._name = f"cdc{os.getpid()}n{number}"
-        # Of the block for benchmarks, which nobody routes.
-        ours, theirs = (f"198.18.{number}.{host}" for host in (1, 2))
+        network = _networks[(os.getpid() * _NETWORKS_OF_A_PROCESS + number) % len(_networks)]
+        ours, theirs = (str(host) for host in network.hosts())
         self._near, self._far = (f"c{os.getpid()}{end}{number}" for end in "ab")
         self.host = theirs
         if os.geteuid() or shutil.which("ip") is None:
@@ -34,9 +38,9 @@ class Network:
         try:
             _ip(f"netns add {self._name}")
             _ip(f"link add {self._near} type veth peer name {self._far} netns {self._name}")
-            _ip(f"address add {ours}/24 dev {self._near}")
+            _ip(f"address add {ours}/30 dev {self._near}")
             _ip(f"link set {self._near} up")
-            self._there(f"address add {theirs}/24 dev {self._far}")
+            self._there(f"address add {theirs}/30 dev {self._far}")
             self._there(f"link set {self._far} up")
             (address,) = self._there(f"-br link show {self._far}").split()[2:3]
             # Else an unanswered question for the address would be told as an error, which a far network never tells.
