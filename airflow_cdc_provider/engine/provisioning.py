@@ -280,6 +280,5 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
                 chunks = [Chunk(table.label, 0, None, None) for table in tables]
                 sink.prepare(targets, chunks, identity, consistent, ours)
                 epoch = take_epoch(pipeline, state, takeover)
-    state.remove("checkpoint")
     state.remove(_PROVISIONING)
     return epoch

@@ -7,6 +7,7 @@ and Airflow read it, and requests to a running job are left in it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ from airflow_cdc_provider.engine.errors import StateUnwritable
 
 STALE_SECONDS = 30.0
 """A job whose heartbeat is older is taken for dead."""
+_CHECKPOINTS = "checkpoint"
 
 
 class State:
@@ -76,40 +78,19 @@ class State:
         if self._fs.exists(path):
             self._fs.rm(path, recursive=True)
 
-    def latest_offset(self) -> tuple[dict[str, Any], bool] | None:
-        """The last offset in Spark's checkpoint and whether its batch is committed; ``None`` without a checkpoint.
+    def new_checkpoint(self, epoch: int) -> str:
+        """URL for the checkpoint of a query of Spark, which no other query has; earlier ones are removed.
 
-        :raises ValueError: when a file that Spark would read is not whole or is not there, as after a power cut: it
-            syncs none.
+        A query of a run that is overtaken writes on until it notices. What it leaves, a later one removes.
+
+        :param epoch: of the query's run; checkpoints of later ones are left alone.
         """
-        if "checkpoint/metadata" in self.names("checkpoint"):
-            self._checkpoint_objects("metadata", 1)
-        offsets, commits = self._batches("offsets"), self._batches("commits")
-        # Spark reads the last of each, and the offset before, where its batch ends and the next one begins.
-        if commits[-1:] > offsets[-1:] or offsets[-2:-1] != [batch - 1 for batch in offsets[-1:] if batch > 0]:
-            raise ValueError(f"{self.checkpoint_url} lacks an offset")
-        for batch in commits[-1:]:
-            self._checkpoint_objects(f"commits/{batch}", 1)
-        found = [self._checkpoint_objects(f"offsets/{batch}", 2) for batch in offsets[-2:]]
-        return (found[-1][1], offsets[-1] in commits) if found else None
-
-    def _batches(self, folder: str) -> list[int]:
-        """The batches that have a file in a folder of Spark's checkpoint, in order."""
-        names = (name.rsplit("/", 1)[-1] for name in self.names(f"checkpoint/{folder}"))
-        return sorted(int(name) for name in names if name.isdigit())
-
-    def _checkpoint_objects(self, name: str, count: int) -> list[dict[str, Any]]:
-        """The lines of a file of Spark's checkpoint after its version: Spark's metadata, then one offset a source."""
-        lines = self._fs.cat_file(f"{self._root}/checkpoint/{name}").decode().splitlines()
-        found = [json.loads(line) for line in lines if not line.startswith("v")]
-        if len(found) < count or not all(isinstance(value, dict) for value in found):
-            raise ValueError(f"{self.checkpoint_url}/{name} is not whole")
-        return found
-
-    @property
-    def checkpoint_url(self) -> str:
-        """URL of Spark's checkpoint."""
-        return f"{self.url}/checkpoint"
+        for name in self.names(_CHECKPOINTS):
+            folder = name.rpartition("/")[2]
+            if not (folder.isdigit() and int(folder) > epoch):
+                with contextlib.suppress(OSError):
+                    self.remove(name)
+        return f"{self.url}/{_CHECKPOINTS}/{epoch}/{uuid.uuid4().hex}"
 
     @property
     def _local(self) -> bool:

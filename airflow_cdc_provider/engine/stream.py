@@ -1,8 +1,8 @@
 """The stream job: Spark's query over the log, and what watches it until it has done what was asked for.
 
-Spark cuts the stream into batches and remembers how far it is; the sink's commit
-record decides. Its checkpoint is a cursor; one that is ahead of the record is
-discarded and the stream begins again where the record says.
+Spark cuts the stream into batches; where the stream goes on, the sink's commit record
+says alone. So each query begins with a checkpoint of its own, in which Spark keeps how
+far this query is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine import errors
-from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.connection import Connection, connected, describe
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.gate import Passage, gate
@@ -132,30 +131,15 @@ class StreamJob:
 
     def _start(self) -> StreamingQuery:
         self._sink.sweep(self._run.epoch)
-        self._discard_foreign_checkpoint()
         self._spark.dataSource.register(postgres_cdc(self._source_options()))
         pieces = self._spark.readStream.format("postgres_cdc").load()
         return (
             pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
             .foreachBatch(self._batch)
-            .option("checkpointLocation", self._run.state.checkpoint_url)
+            .option("checkpointLocation", self._run.state.new_checkpoint(self._run.epoch))
             .trigger(processingTime=f"{int(self._pipeline.stream.trigger * 1000)} milliseconds")
             .start()
         )
-
-    def _discard_foreign_checkpoint(self) -> None:
-        """Discard a checkpoint that the sink's record does not bear out: it is a cursor, and loses nothing."""
-        try:
-            latest = self._run.state.latest_offset()
-        except ValueError:
-            self._run.state.remove("checkpoint")
-            return
-        if latest is None:
-            return
-        position, committed = Position.from_json(latest[0]), latest[1]
-        borne_out = position.lsn <= self._units.applied if committed else position.lsn == self._units.applied
-        if position.block or not borne_out:
-            self._run.state.remove("checkpoint")
 
     def _gate(self, source: Connection) -> SlotState:
         """Look whether the source can still continue; what was seen the time before, it has saved by now."""

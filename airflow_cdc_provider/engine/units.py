@@ -178,14 +178,12 @@ class Units:
         """
         started = time.monotonic()
         staged = self._stage(pieces, batch, before)
-        if not staged:
-            return  # the sink has it already
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
             self._parts += staged
             return
         unit = _numbered(self._parts + staged)
-        # A checkpoint may be behind the record; what it would repeat, the source has not been asked for.
+        # Of a batch that was cut, what comes before is committed.
         start = max(Position.from_json(json.loads(unit[0].start)).lsn, self.applied)
         for _ in range(_STAGINGS):
             if self._commit(start, end.lsn, unit):

@@ -6,14 +6,11 @@ import threading
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
-from airflow_cdc_provider.engine.errors import Fenced, StreamFailed
-from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.errors import Fenced
 from airflow_cdc_provider.engine.reading import SnapshotReader
 from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.snapshot import copy_chunk
-from airflow_cdc_provider.engine.source import SlotStreamReader, SourceOptions
 from tests.pipelines import chunk_task, copy_chunk_of
 from tests.races.scene import SECONDS, Make, await_waiting
 
@@ -62,22 +59,3 @@ def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypat
     assert pipeline.chunk(0).watermark is not None
     monkeypatch.setattr(SnapshotReader, "finish", finish)
     assert isinstance(copy_chunk_of(pipeline.pipeline, pipeline.chunk(1).chunk, record.epoch), Fenced)
-
-
-def test_a_batch_that_another_run_has_planned(make_pipeline: Make) -> None:
-    """A run that is taken over plans on, in the checkpoint of both, until it notices; Spark then wants that batch."""
-    pipeline = make_pipeline()
-    record = pipeline.provision()
-    source, origin = pipeline.pipeline.source, Origin.of(record.identity)
-    options = SourceOptions(source.dsn, source.slot, source.publication, origin, record.applied, 1 << 20, 60)
-    old, new = SlotStreamReader(options), SlotStreamReader(options)
-    start, limit = old.initialOffset(), old.getDefaultReadLimit()
-    pipeline.source("UPDATE public.t SET body = 'lost'")
-    try:
-        assert await_condition(lambda: old.latestOffset(start, limit) != start, SECONDS)
-        planned = old.latestOffset(start, limit)
-        assert len(old.partitions(start, planned)) == 1
-    finally:
-        old.stop()
-    with pytest.raises(StreamFailed, match="another run"):
-        new.partitions(start, planned)

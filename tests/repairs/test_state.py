@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -10,14 +9,12 @@ from pathlib import Path
 import pytest
 from pyspark.errors import PySparkException
 
-from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.errors import (
     GateClosed,
 )
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.stream import StreamJob
-from tests.pipelines import PipelineUnderTest
 from tests.repairs.scene import DROP_SLOT, LOST, Make, Mode, assert_healed
 
 pytestmark = pytest.mark.slow
@@ -31,50 +28,18 @@ def test_a_state_that_is_gone(make_pipeline: Make, mode: Mode) -> None:
     assert_healed(pipeline)
 
 
-def test_a_checkpoint_is_kept_only_if_the_record_bears_it_out(make_pipeline: Make) -> None:
-    """It is a cursor: one ahead of the record would skip what has never been applied, so it is made anew."""
-    pipeline = make_pipeline()
-    with run_part(pipeline.pipeline, "snapshot-0", None) as (run, record):
-        job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
-        for ahead, block, committed, kept in (
-            (0, 0, True, True),
-            (0, 0, False, True),
-            (-8, 0, True, True),
-            (-8, 0, False, False),
-            (8, 0, True, False),
-            (8, 0, False, False),
-            (0, 1, True, False),
-        ):
-            checkpoint = write_checkpoint(pipeline, Position(record.applied + ahead, block), committed)
-            job._discard_foreign_checkpoint()
-            assert checkpoint.exists() is kept, (ahead, block, committed)
-        for torn in ("metadata", "offsets/6", "offsets/7", "commits/7"):
-            for content_left in ("", "v1", "v1\n{", "\0" * 20, "[]"):
-                checkpoint = write_checkpoint(pipeline, Position(record.applied), True)
-                (checkpoint / torn).write_text(content_left)
-                job._discard_foreign_checkpoint()
-                assert not checkpoint.exists(), (torn, content_left)
-        for lacking in ({7}, {6}, {6, 5}, {5}, {7, 6, 5}):  # with the last but one, all that Spark reads is there
-            checkpoint = write_checkpoint(pipeline, Position(record.applied), True)
-            (checkpoint / "offsets" / "5").write_text((checkpoint / "offsets" / "6").read_text())
-            for batch in lacking:
-                (checkpoint / "offsets" / str(batch)).unlink()
-            job._discard_foreign_checkpoint()
-            assert checkpoint.exists() is (lacking == {5}), lacking
-
-
-def write_checkpoint(pipeline: PipelineUnderTest, position: Position, committed: bool) -> Path:
-    """A checkpoint as Spark leaves it after some batches; gives its directory."""
-    checkpoint = pipeline.state / "checkpoint"
-    State(pipeline.pipeline.state).remove("checkpoint")
-    for folder in ("offsets", "commits"):
-        (checkpoint / folder).mkdir(parents=True)
-    (checkpoint / "metadata").write_text('{"id":"5a1e"}')
-    for batch in (6, 7):
-        (checkpoint / "offsets" / str(batch)).write_text(f"v1\n{{}}\n{json.dumps(position.to_json())}")
-        if batch == 6 or committed:
-            (checkpoint / "commits" / str(batch)).write_text("v1\n{}")
-    return checkpoint
+def test_each_query_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    """What others leave there, or still write, concerns it in nothing; only later runs' are not removed."""
+    state, root = State(f"file://{tmp_path}"), tmp_path / "checkpoint"
+    first, second = (state.new_checkpoint(7) for _ in range(2))
+    assert first != second
+    assert first.startswith(f"file://{root}/7/")
+    for left in ("7/before", "8/overtaken", "9/later", "offsets", "commits"):
+        (root / left).mkdir(parents=True)
+        (root / left / "0").write_text("v1")
+    (root / "metadata").write_text("")  # as versions left it in which all shared one
+    state.new_checkpoint(8)
+    assert [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()] == ["9/later/0"]
 
 
 class _Unstoppable:
