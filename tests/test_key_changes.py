@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine import commands, wal
+from airflow_cdc_provider.engine import commands, reread, wal
 from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CannotFollow
 from airflow_cdc_provider.engine.reread import adopt
 from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.units import Units
 from tests.conftest import Databases, ServerMaker, create_database
-from tests.pipelines import PipelineUnderTest
+from tests.pipelines import PipelineUnderTest, transaction
+from tests.streaming import Streaming
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +94,26 @@ def test_another_key_that_is_taken_back_when_the_pipeline_has_stopped(pipeline: 
         play(pipeline, OTHER_KEY, *TWIN)
     play(pipeline, *BACK)
     pipeline.assert_equal()
+
+
+def test_another_key_while_a_request_for_the_table_waits(
+    pipeline: PipelineUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks for the table as it is by now, so that there is nothing to refuse."""
+    pipeline.source("CREATE TABLE public.other (id int)")
+    with transaction(pipeline.databases.source, "INSERT INTO public.other VALUES (1)") as session:
+        stream = Streaming(pipeline)
+        reread.request(pipeline.pipeline, ["public.t"], None)
+        stream.until(lambda: bool(pipeline.marker()) and "waits for" in str(stream.waiting), "the wait")
+        pipeline.source(OTHER_KEY, *TWIN)
+        stream.until(lambda: "stream stands still: reading public.t" in caplog.text, "the unit that waits, too")
+        session.commit()
+    stream.until(
+        lambda: bool(pipeline.marker()) and not State(pipeline.pipeline.state).names("requests"), "the request's end"
+    )
+    stream.end()
+    assert stream.attempts == 1
+    pipeline.assert_equal(order="1, 2")
 
 
 def test_a_key_of_partitions_that_is_made_anew(databases: Databases, tmp_path: Path, play: Play) -> None:

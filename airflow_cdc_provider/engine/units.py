@@ -380,13 +380,13 @@ class Units:
             found = self.look(source)
         held = True
         for target in watched:
-            after = found.get(target.table.label)
+            table, after = target.table, found.get(target.table.label)
             if not isinstance(after, Table):
                 continue
-            verdict = decide(target.table, after)
+            verdict = self._decide(target, after)
             # Without a key the whole row is what is looked for.
-            if has_other_keys(target.table, after) or (isinstance(verdict, Adopt) and not target.table.key):
-                self._insist(partial(self._change, target, verdict), target.table.label)
+            if has_other_keys(table, after) or (isinstance(verdict, Adopt) and not table.key):
+                self._insist(partial(self._change, target, verdict), table.label)
                 held = False
         return held
 
