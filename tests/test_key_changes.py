@@ -96,6 +96,29 @@ def test_another_key_that_is_taken_back_when_the_pipeline_has_stopped(pipeline: 
     pipeline.assert_equal()
 
 
+def test_another_key_of_a_table_that_is_renamed(pipeline: PipelineUnderTest, play: Play) -> None:
+    before = pipeline.target_rows("SELECT * FROM public.t ORDER BY id")
+    with pytest.raises(CannotFollow, match=r"public\.t has been renamed"):
+        play(pipeline, OTHER_KEY, *TWIN, "ALTER TABLE public.t RENAME TO u")
+    assert pipeline.target_rows("SELECT * FROM public.t ORDER BY id") == before
+    pipeline.source("ALTER TABLE public.u RENAME TO t", *BACK)
+    pipeline.apply()
+    pipeline.assert_equal()
+
+
+def test_another_key_of_a_table_that_is_dropped(databases: Databases, tmp_path: Path, play: Play) -> None:
+    """Its target stays as it is for good, so no rows may be one in it that were two; others go on without it."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.*"])
+    streaming(pipeline, "CREATE TABLE public.other (id int PRIMARY KEY)", TABLE, ROWS)
+    before = pipeline.target_rows("SELECT * FROM public.t ORDER BY id")
+    with pytest.raises(CannotFollow, match=r"public\.t has been dropped"):
+        play(pipeline, OTHER_KEY, *TWIN, "INSERT INTO public.other VALUES (1)", "DROP TABLE public.t")
+    pipeline.provision()
+    pipeline.apply()
+    pipeline.assert_equal("public.other")
+    assert pipeline.target_rows("SELECT * FROM public.t ORDER BY id") == before
+
+
 def test_another_key_while_a_request_for_the_table_waits(
     pipeline: PipelineUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:

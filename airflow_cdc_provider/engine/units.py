@@ -369,7 +369,7 @@ class Units:
         Whoever gives a table another key, or all of its rows other values, locks out everybody who writes to it. So
         what the catalog says after the unit's transactions, if it still is what was recorded, has held for all of them.
 
-        :raises CannotFollow: when the key is made of other columns.
+        :raises CannotFollow: when the key is made of other columns, or the table is gone.
         """
         touched = {staged.label for piece in unit for staged in piece.tables}
         targets = (target for target in self.record.targets if target.table.label in touched)
@@ -381,11 +381,15 @@ class Units:
         held = True
         for target in watched:
             table, after = target.table, found.get(target.table.label)
-            if not isinstance(after, Table):
+            if after is None:
                 continue
             verdict = self._decide(target, after)
-            # Without a key the whole row is what is looked for.
-            if has_other_keys(table, after) or (isinstance(verdict, Adopt) and not table.key):
+            if isinstance(after, Table):
+                # Without a key the whole row is what is looked for.
+                other = has_other_keys(table, after) or (isinstance(verdict, Adopt) and not table.key)
+            else:
+                other = bool(table.key)  # nobody can tell by which one the rows of the unit are told apart
+            if other:
                 self._insist(partial(self._change, target, verdict), table.label)
                 held = False
         return held
