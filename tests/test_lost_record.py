@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import commands, provisioning
+from airflow_cdc_provider.engine import claim, commands, provisioning
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.ledger import read_ledger
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS
 from airflow_cdc_provider.engine.run import existing_record, require_epoch, run_part
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.conftest import Databases, drop_database
@@ -84,7 +85,7 @@ def test_a_target_that_is_another_pipelines_by_now(pipeline: PipelineUnderTest) 
     """The state remembers what the pipeline has made, not what has become of that."""
     to_other = (f"UPDATE airflow_cdc.{name} SET pipeline = 'other'" for name in ("pipelines", "tables", "chunks"))
     pipeline.target(*to_other)
-    with pytest.raises(ForeignTable, match=r"public\.t belongs to pipeline 'other' by now") as refused:
+    with pytest.raises(ForeignTable, match=r"public\.t belongs to pipeline 'other'") as refused:
         provisioning.start_over(pipeline.pipeline, takeover=False)
     assert "airflow-cdc drop" in refused.value.solution
     assert pipeline.target_rows("SELECT pipeline, source_table FROM airflow_cdc.tables") == [("other", "public.t")]
@@ -114,6 +115,42 @@ def test_a_job_that_lives_is_overtaken_for_good(pipeline: PipelineUnderTest, mon
     written = pipeline.target_rows("SELECT DISTINCT epoch FROM airflow_cdc.chunks")
     assert written == [(pipeline.record.epoch,)]
     assert pipeline.record.epoch > before.epoch
+    assert_healed(pipeline)
+
+
+@pytest.mark.parametrize("record", ["lost", "whole"])
+@pytest.mark.parametrize("takeover", [False, True])
+def test_two_that_start_over_at_once(
+    pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch, record: str, takeover: bool
+) -> None:
+    """The second begins when the first is about to remove the slot, which by then would be the second one."""
+    monkeypatch.setattr(claim, "_WAIT_SECONDS", 0.2)
+    if record == "lost":
+        pipeline.target(FORGET)
+    pipeline.source(*LOST)
+    remove_slot, begun = provisioning.remove_slot, list[int]()
+
+    def remove(*arguments: Any) -> None:
+        if not begun:
+            begun.append(1)
+            second()
+        remove_slot(*arguments)
+
+    def second() -> None:
+        if takeover:
+            provisioning.start_over(pipeline.pipeline, takeover=True)
+            return
+        with pytest.raises(SecondWriter, match=r"another command is making .* \(session \d+ of") as refused:
+            provisioning.start_over(pipeline.pipeline, takeover=False)
+        assert "--takeover" in refused.value.solution
+
+    monkeypatch.setattr(provisioning, "remove_slot", remove)
+    if takeover:
+        with pytest.raises(DRIVER_ERRORS):
+            provisioning.start_over(pipeline.pipeline, takeover=False)
+    else:
+        provisioning.start_over(pipeline.pipeline, takeover=False)
+    pipeline.copy()
     assert_healed(pipeline)
 
 

@@ -16,6 +16,7 @@ from airflow_cdc_provider.engine import provisioning, reread, slot
 from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
 from airflow_cdc_provider.engine.capture import resolve
+from airflow_cdc_provider.engine.claim import claim
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed
@@ -411,9 +412,10 @@ def resnapshot(
 def drop(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
     """Remove slot, publication, state, sink record and staging; never target tables."""
     state, sink = State(pipeline.state), sink_of(pipeline)
-    record = sink.record()
-    refuse_second_writer(state, record.epoch if record else 0, None, takeover)
     with connected(pipeline.source.dsn) as source:
+        claim(source, pipeline.name, takeover)
+        record = sink.record()
+        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         provisioning.remove_slot(source, pipeline, record, state)
     forget_ledger(state)
     sink.drop()

@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.connection import Connection, describe, scalar
 from airflow_cdc_provider.engine.errors import GateClosed
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import Identity, SlotState, is_ours, read_identity, read_slot
+from airflow_cdc_provider.engine.slot import Identity, SlotState, flushed, is_ours, read_identity, read_slot
 from airflow_cdc_provider.engine.timeline import left_at, read_history
 
 log = logging.getLogger(__name__)
@@ -92,10 +92,10 @@ def gate(
             " not what the sink was filled from",
             _REPAIR,
         )
-    flushed = parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
-    if needed > flushed:
+    end = flushed(connection)
+    if needed > end:
         raise GateClosed(
-            f"the sink has applied up to {format_lsn(needed)}, but the source's log ends at {format_lsn(flushed)}:"
+            f"the sink has applied up to {format_lsn(needed)}, but the source's log ends at {format_lsn(end)}:"
             " the source has been set back",
             _REPAIR,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from psycopg2 import sql
@@ -20,11 +21,12 @@ from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk, plan
+from airflow_cdc_provider.engine.claim import claim
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.gate import gate, require_primary
-from airflow_cdc_provider.engine.ledger import read_ledger, write_ledger
+from airflow_cdc_provider.engine.ledger import Ledger, read_ledger, write_ledger
 from airflow_cdc_provider.engine.publication import (
     create_publication,
     drop_publication,
@@ -41,7 +43,7 @@ from airflow_cdc_provider.engine.run import (
     sink_of,
     take_epoch,
 )
-from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
 from airflow_cdc_provider.engine.state import State
 
 _PROVISIONING = "provisioning.json"
@@ -58,9 +60,10 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         existing_record(pipeline)  # there has been one
     checks.require(checks.preflight(pipeline))
     sink, names = sink_of(pipeline), pipeline.source
-    record = sink.record()
-    refuse_second_writer(state, record.epoch if record else 0, None, takeover)
     with connected(names.dsn) as source:
+        claim(source, pipeline.name, takeover)
+        record = sink.record()
+        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         tables = resolve(source, names.tables, pipeline.sink.mode)
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
@@ -239,22 +242,23 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
     :returns: the epoch under which the tables are to be read.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     :raises GateClosed: when the slot's name belongs to others, or there is neither record nor ledger.
-    :raises ForeignTable: when there is no record, and a target with rows is not in the ledger, or has other columns.
+    :raises ForeignTable: when a target is not ours, as far as record or ledger tell; slot and publication stay then.
     """
     state, sink = State(pipeline.state), sink_of(pipeline)
-    record, ledger = sink.record(), read_ledger(pipeline, state)
-    known = record or ledger
-    if known is None:
-        raise GateClosed(
-            f"the sink has no commit record of pipeline {pipeline.name!r}, and the state {pipeline.state} does not tell"
-            " what it has made",
-            "Run `airflow-cdc provision` (or `run`). If both have been lost, empty or drop the target tables and drop"
-            f" the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
-        )
-    _refuse_other_mode(pipeline, known.identity)
-    if record is not None:
-        _refuse_other_names(pipeline, record)
     with connected(pipeline.source.dsn) as source:
+        claim(source, pipeline.name, takeover)
+        record, ledger = sink.record(), read_ledger(pipeline, state)
+        known = record or ledger
+        if known is None:
+            raise GateClosed(
+                f"the sink has no commit record of pipeline {pipeline.name!r}, and the state {pipeline.state} does not"
+                " tell what it has made",
+                "Run `airflow-cdc provision` (or `run`). If both have been lost, empty or drop the target tables and"
+                f" drop the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
+            )
+        _refuse_other_mode(pipeline, known.identity)
+        if record is not None:
+            _refuse_other_names(pipeline, record)
         require_primary(source)
         tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
         if pipeline.source.slot != known.identity["slot"]:
@@ -267,18 +271,36 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
             epoch = take_epoch(pipeline, state, takeover)
         else:
             refuse_second_writer(state, 0, None, takeover)
+        begin = partial(_begin_again, sink, epoch, _targets(pipeline, tables), ledger)
+        begin(known.identity, slot.flushed(source), rehearsal=True)  # while there is something to return to
         state.write(_PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)
         with _new_slot(source, pipeline, state, tables) as (identity, consistent):
             made = identity["created_publication"] or known.identity["created_publication"]
-            identity, targets = identity | {"created_publication": made}, _targets(pipeline, tables)
-            if epoch is not None:
-                sink.restart(epoch, targets, identity, consistent)
-            else:
-                assert ledger is not None
-                ours = {t.table.label for t in targets if ledger.targets.get(t.table.label) == (t.schema, t.name)}
-                chunks = [Chunk(table.label, 0, None, None) for table in tables]
-                sink.prepare(targets, chunks, identity, consistent, ours)
+            begin(identity | {"created_publication": made}, consistent)
+            if epoch is None:
                 epoch = take_epoch(pipeline, state, takeover)
     state.remove(_PROVISIONING)
     return epoch
+
+
+def _begin_again(
+    sink: Sink,
+    epoch: int | None,
+    targets: Sequence[Target],
+    ledger: Ledger | None,
+    identity: Mapping[str, Any],
+    consistent: int,
+    rehearsal: bool = False,
+) -> None:
+    """Let the record begin again, under an epoch of it; or make it anew, with the targets for which the ledger vouches.
+
+    :param rehearsal: see :meth:`.Sink.prepare`.
+    """
+    if epoch is not None:
+        sink.restart(epoch, targets, identity, consistent, rehearsal)
+        return
+    known = ledger.targets if ledger is not None else {}
+    ours = {t.table.label for t in targets if known.get(t.table.label) == (t.schema, t.name)}
+    chunks = [Chunk(target.table.label, 0, None, None) for target in targets]
+    sink.prepare(targets, chunks, identity, consistent, ours, rehearsal)

@@ -114,6 +114,11 @@ def read_identity(connection: Connection, slot: str, publication: str) -> Identi
     return Identity(system, timeline, database, slot, oid or 0, version or 0)
 
 
+def flushed(connection: Connection) -> int:
+    """The end of the log that the server has written to its disk."""
+    return parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
+
+
 def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> int:
     """Create the slot and return its consistent point.
 

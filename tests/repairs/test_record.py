@@ -116,6 +116,40 @@ def test_a_record_that_is_gone_and_targets_that_are_not_as_they_were(make_pipeli
     assert_healed(pipeline)
 
 
+FOREIGN = {
+    "rows": ("INSERT INTO public.u VALUES (1)", r"public\.u exists and has rows"),
+    "none": (
+        "INSERT INTO airflow_cdc.tables VALUES ('other', 'public.u', 'public', 'u', '{}')",
+        r"public\.u belongs to pipeline 'other'",
+    ),
+}
+
+
+@pytest.mark.parametrize("record", ["whole", "lost"])
+@pytest.mark.parametrize("has", FOREIGN)
+def test_a_target_that_is_not_ours_is_refused_while_there_is_a_slot(make_pipeline: Make, record: str, has: str) -> None:
+    """Of a table that only the file has: what the pipeline has made stays, so that it goes on without that table."""
+    pipeline, (statement, words) = make_pipeline(), FOREIGN[has]
+    made = (
+        "SELECT slot_name::text, restart_lsn::text FROM pg_replication_slots WHERE database = current_database()"
+        " UNION ALL SELECT pubname, oid::text FROM pg_publication"
+    )
+    pipeline.source(*LOST, "CREATE TABLE public.u (id int PRIMARY KEY)")
+    before = pipeline.source_rows(made)
+    pipeline.target("CREATE TABLE public.u (id int PRIMARY KEY)", statement)
+    if record == "lost":
+        pipeline.target(FORGET.format("pipelines"))
+    pipeline.change(source={"tables": ["public.t", "public.u"]})
+    with pytest.raises(ForeignTable, match=words):
+        provisioning.start_over(pipeline.pipeline, takeover=False)
+    assert pipeline.source_rows(made) == before
+    pipeline.change(source={"tables": ["public.t"]})
+    if record == "lost":
+        provisioning.start_over(pipeline.pipeline, takeover=False)
+        pipeline.copy()
+    assert_healed(pipeline)
+
+
 def test_another_sink_is_not_taken_for_one_that_has_lost_its_record(
     make_pipeline: Make, target_server: PostgresServer
 ) -> None:

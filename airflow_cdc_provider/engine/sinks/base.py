@@ -170,23 +170,34 @@ class Sink(Protocol):
         identity: Mapping[str, Any],
         consistent_point: int,
         ours: Collection[str] = (),
+        rehearsal: bool = False,
     ) -> None:
         """Create commit record and target tables, or accept those that are there and ours; all or nothing.
 
         :param chunks: of the targets, unfinished.
         :param ours: labels of tables whose targets are known to be the pipeline's, although no record says so; their
             chunks have no bounds, and replace what is there.
-        :raises ForeignTable: when a target table has rows that are not ours, or not our key or columns.
+        :param rehearsal: take everything back, so that nothing remains but what is raised.
+        :raises ForeignTable: when a target table has rows that are not ours, or not our key or columns, or is another
+            pipeline's.
         :raises GateClosed: when such a target is a changelog of a history that the source has left.
         :raises SecondWriter: when there is a record with another applied LSN or identity.
         """
 
     def restart(
-        self, epoch: int, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int
+        self,
+        epoch: int,
+        targets: Sequence[Target],
+        identity: Mapping[str, Any],
+        consistent_point: int,
+        rehearsal: bool = False,
     ) -> None:
         """Begin again from another consistent point: every table is one unfinished chunk, whose rows replace it.
 
+        :param rehearsal: as for :meth:`prepare`.
         :raises Fenced: when another run has taken over.
+        :raises ForeignTable: as :meth:`prepare`.
+        :raises CannotFollow: when a target table does not let it be changed.
         :raises GateClosed: when a changelog has events beyond that point, of a history that the source has left.
         """
 

@@ -55,7 +55,7 @@ _REFUSALS = (
 def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
     """Create a target table, or accept it if it is ours or empty, and record it.
 
-    :raises ForeignTable: when it has rows that are not ours.
+    :raises ForeignTable: when it has rows that are not ours, or is another pipeline's.
     """
     table = sql.Identifier(target.schema, target.name)
     ours = rows(
@@ -65,6 +65,8 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
         [pipeline, target.table.label, target.schema, target.name],
     )
     exists = scalar(connection, "SELECT to_regclass(%s)", [table.as_string(connection)]) is not None
+    if not ours:
+        _refuse_anothers(connection, pipeline, target)
     if exists and not ours and rows(connection, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(table)):
         raise ForeignTable(
             f"the target table {target.schema}.{target.name} exists and has rows that pipeline {pipeline!r}"
@@ -101,19 +103,7 @@ def adopt_target(connection: Connection, pipeline: str, mode: Literal["mirror", 
     :raises ForeignTable: when it is not defined as its source table is now, or is another pipeline's.
     """
     table = sql.Identifier(target.schema, target.name)
-    owners = rows(
-        connection,
-        "SELECT DISTINCT pipeline FROM airflow_cdc.tables"
-        " WHERE pipeline <> %s AND target_schema = %s AND target_table = %s",
-        [pipeline, target.schema, target.name],
-    )
-    if owners:
-        names = ", ".join(repr(owner) for (owner,) in owners)
-        raise ForeignTable(
-            f"the target table {target.schema}.{target.name} belongs to pipeline {names} by now",
-            "Give this pipeline another target schema (`sink.schema`); or, if the other one is not needed any more, run"
-            " `airflow-cdc drop` with its file, then `airflow-cdc resnapshot --all` again.",
-        )
+    _refuse_anothers(connection, pipeline, target)
     wanted = {column.name: column_type(connection, column).bare for column in target.table.columns}
     query = (
         "SELECT attname::text, format_type(atttypid, atttypmod) FROM pg_attribute"
@@ -134,6 +124,23 @@ def adopt_target(connection: Connection, pipeline: str, mode: Literal["mirror", 
             "Give it these, or drop or rename it, so that it is created; then run `airflow-cdc resnapshot --all`.",
         )
     record_target(connection, pipeline, target)
+
+
+def _refuse_anothers(connection: Connection, pipeline: str, target: Target) -> None:
+    """Refuse a target table, with rows or without, into which another pipeline copies."""
+    owners = rows(
+        connection,
+        "SELECT DISTINCT pipeline FROM airflow_cdc.tables"
+        " WHERE pipeline <> %s AND target_schema = %s AND target_table = %s",
+        [pipeline, target.schema, target.name],
+    )
+    if owners:
+        names = ", ".join(repr(owner) for (owner,) in owners)
+        raise ForeignTable(
+            f"the target table {target.schema}.{target.name} belongs to pipeline {names}",
+            "Give this pipeline another target schema (`sink.schema`); or, if the other one is not needed any more, run"
+            " `airflow-cdc drop` with its file, then try again.",
+        )
 
 
 def record_target(connection: Connection, pipeline: str, target: Target) -> None:

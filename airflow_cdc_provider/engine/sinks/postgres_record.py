@@ -130,10 +130,12 @@ class PostgresRecord:
         identity: Mapping[str, Any],
         consistent_point: int,
         ours: Collection[str] = (),
+        rehearsal: bool = False,
     ) -> None:
         """See :meth:`.base.Sink.prepare`."""
-        self._insistently(lambda: self._prepare(targets, chunks, identity, consistent_point, ours))
-        failpoint("after-plan")
+        self._insistently(lambda: self._prepare(targets, chunks, identity, consistent_point, ours, rehearsal))
+        if not rehearsal:
+            failpoint("after-plan")
 
     def _prepare(
         self,
@@ -142,8 +144,9 @@ class PostgresRecord:
         identity: Mapping[str, Any],
         consistent_point: int,
         ours: Collection[str],
+        rehearsal: bool,
     ) -> None:
-        with self._transaction() as connection:
+        with self._transaction(rehearsal) as connection:
             self._limit_waiting(connection)
             create_record_tables(connection)
             begun = rows(
@@ -186,10 +189,15 @@ class PostgresRecord:
         )
 
     def restart(
-        self, epoch: int, targets: Sequence[Target], identity: Mapping[str, Any], consistent_point: int
+        self,
+        epoch: int,
+        targets: Sequence[Target],
+        identity: Mapping[str, Any],
+        consistent_point: int,
+        rehearsal: bool = False,
     ) -> None:
         """See :meth:`.base.Sink.restart`."""
-        with self._transaction() as connection:
+        with self._transaction(rehearsal) as connection:
             self._fence(connection, epoch, "FOR UPDATE")
             recorded = self._targets(connection)
             for target in targets:
@@ -361,7 +369,8 @@ class PostgresRecord:
         return whole if len(whole) <= _NAME_BYTES else f"{name} {zlib.crc32(self.part.encode()) & 0xFFFFF:05x}"
 
     @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def _transaction(self, rehearsal: bool = False) -> Iterator[Connection]:
+        """A transaction, which is committed at the end of the block, or for a rehearsal rolled back."""
         settings = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
         name = self._application
         connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings)
@@ -373,6 +382,8 @@ class PostgresRecord:
                     "SET LOCAL synchronous_commit = on; SET LOCAL row_security = off; SET CONSTRAINTS ALL DEFERRED",
                 )
                 yield connection
+                if rehearsal:
+                    connection.rollback()
         except psycopg2.errors.LockNotAvailable as e:
             raise self._blocked(e) from e
         except psycopg2.errors.ReadOnlySqlTransaction as e:
