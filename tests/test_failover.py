@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
@@ -175,14 +176,33 @@ def read_more(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
     commands.resnapshot(pipeline.pipeline, tables=["public.t"])
 
 
+def made_on_the_standby(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
+    """The standby has a slot of that name of its own, for which the primary keeps no rows of the catalog."""
+    slot = pipeline.pipeline.source.slot
+    execute(standby.dsn(), "ALTER SYSTEM SET hot_standby_feedback = off", "SELECT pg_reload_conf()")
+    kept = "SELECT catalog_xmin FROM pg_replication_slots WHERE slot_name = 'standby'"
+    assert await_condition(lambda: pipeline.source_rows(kept) == [(None,)], SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(execute, standby.dsn(), f"SELECT pg_create_logical_replication_slot('{slot}', 'pgoutput')")
+        assert await_condition(
+            lambda: bool(pipeline.source_rows("SELECT pg_log_standby_snapshot()")) and made.done(), SECONDS
+        )
+        made.result()
+    remove = f"SELECT pg_drop_replication_slot('{slot}')"  # that of the primary would keep them
+    pipeline.source(remove, "CREATE TABLE public.x ()", "DROP TABLE public.x", "VACUUM pg_catalog.pg_class")
+    why = f"SELECT invalidation_reason FROM pg_replication_slots WHERE slot_name = '{slot}'"
+    assert await_condition(lambda: query_rows(standby.dsn(), why) == [("rows_removed",)], SECONDS)
+
+
 @pytest.mark.parametrize(
     ("before", "words"),
     [
         (without_slot, "a standby without the slot has been promoted"),
+        (made_on_the_standby, r"has lost the log it needs \(wal_status = lost, rows_removed\)"),
         (applied_more, r"timeline 1, of which the sink has .*, was left at"),
         (read_more, r"timeline 1, of which the sink has .*, was left at"),
     ],
-    ids=["slot not synchronised", "sink ahead of the switch", "read ahead of the switch"],
+    ids=["slot not synchronised", "slot of the standby's own", "sink ahead of the switch", "read ahead of the switch"],
 )
 def test_a_failover_that_leaves_something_behind(
     pipeline: PipelineUnderTest,

@@ -24,6 +24,13 @@ log = logging.getLogger(__name__)
 
 _REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
 _SEEN = "slot_seen"
+_KEEP_MORE = "raise max_slot_wal_keep_size"
+_PREVENTION = {
+    "idle_timeout": "raise idle_replication_slot_timeout",
+    "rows_removed": "set hot_standby_feedback on standbys, and let them take the slot over from the primary",
+    "wal_level_insufficient": "leave wal_level at logical",
+}
+"""What keeps a server from giving a slot up, by the reason that it gives."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +153,9 @@ def _check_slot(
         )
     if state.wal_status == "lost" or state.invalidation is not None:
         reason = f"wal_status = {state.wal_status}" + (f", {state.invalidation}" if state.invalidation else "")
-        cause = "idle_replication_slot_timeout" if state.invalidation == "idle_timeout" else "max_slot_wal_keep_size"
         raise GateClosed(
             f"replication slot {source.slot!r} has lost the log it needs ({reason})",
-            f"{_REPAIR} Raise {cause} so that it does not happen again.",
+            f"{_REPAIR} So that it does not happen again, {_PREVENTION.get(state.invalidation or '', _KEEP_MORE)}.",
         )
     if state.confirmed_flush_lsn > applied:
         raise GateClosed(
