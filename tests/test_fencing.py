@@ -138,6 +138,20 @@ def test_a_heartbeat_of_another_host(pipeline: PipelineUnderTest, age: float, re
     pipeline.assert_verified()
 
 
+def test_a_run_that_was_overtaken_hides_no_heartbeat(tmp_path: Path) -> None:
+    """Its last line comes when it notices, and is of a part that the later run has too."""
+    state, elsewhere = State(f"file://{tmp_path}"), dataclasses.replace(Owner.this(), host="elsewhere/1")
+    later = Heartbeat(Owner.this(), "stream", 8, time.time(), False, {"applied_lsn": "0/8"})
+    overtaken = Heartbeat(elsewhere, "stream", 7, time.time(), True, {})
+    for beat in (overtaken, later, overtaken):
+        write_heartbeat(state, beat)
+    assert read_heartbeats(state) == [later]
+    # The epochs of another sink, by another clock, may be higher; so one that lives no more hides nobody either.
+    for beat in (dataclasses.replace(later, ended=True), overtaken):
+        write_heartbeat(state, beat)
+    assert read_heartbeats(state) == [overtaken]
+
+
 def test_no_epoch_comes_twice(pipeline: PipelineUnderTest) -> None:
     """A run from before the pipeline was dropped, or its sink restored, commits nothing after it was made anew."""
     sink, backup = commands.sink_of(pipeline.pipeline), pipeline.record

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from airflow_cdc_provider.engine.connection import connected
@@ -62,11 +63,8 @@ def _give_up_slot(run: Run, exceeded: SlotBudgetExceeded) -> None:
     """
     names = run.pipeline.source
     try:
-        with _fenced(run):
-            pass  # a run that was overtaken leaves the other's reader alone
         with connected(names.dsn) as source:
-            # Without the fence: it can take long, and who takes over meanwhile ends the session that holds the fence.
-            end_walsender(source, names.slot, reader_name(names.dsn, names.slot))
+            end_walsender(source, names.slot, reader_name(names.dsn, names.slot), partial(_fenced, run))
             with _fenced(run):
                 drop_free_slot(source, names.slot)
     except Fenced:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -88,6 +89,7 @@ def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
 
     :returns: the epoch. What the record says afterwards may be another's already: see :func:`require_epoch`.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    :raises Fenced: when another run takes over at once.
     :raises GateClosed: when the source is a standby.
     """
     record = existing_record(pipeline)
@@ -96,8 +98,9 @@ def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
     slot = record.identity["slot"]
     with connected(pipeline.source.dsn) as source:
         require_primary(source)
-        epoch = sink_of(pipeline).take_epoch(str(Owner.this()))
-        end_walsender(source, slot, reader_name(pipeline.source.dsn, slot))
+        sink = sink_of(pipeline)
+        epoch = sink.take_epoch(str(Owner.this()))
+        end_walsender(source, slot, reader_name(pipeline.source.dsn, slot), partial(sink.fenced, epoch))
     return epoch
 
 
@@ -306,13 +309,13 @@ def rejoin(run: Run) -> Record:
     :raises Fenced: when another run has taken the epoch meanwhile.
     :raises GateClosed: when the source cannot continue the sink's record.
     """
-    pipeline, streaming = run.pipeline, run.part == STREAM
+    pipeline, slot, streaming = run.pipeline, run.pipeline.source.slot, run.part == STREAM
     if existing_record(pipeline).epoch == run.epoch:
         run.sink.end_sessions()
     record = _enter(pipeline, run.state, run.part, run.epoch, takeover=True)
     if streaming:
         with connected(pipeline.source.dsn) as source:
-            end_walsender(source, pipeline.source.slot, reader_name(pipeline.source.dsn, pipeline.source.slot))
+            end_walsender(source, slot, reader_name(pipeline.source.dsn, slot), partial(run.sink.fenced, run.epoch))
     return record
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -221,20 +222,29 @@ def reader_name(dsn: str, slot: str) -> str:
     return name[:63]
 
 
-def end_walsender(connection: Connection, slot: str, reader: str, timeout: float = 30.0) -> None:
+def end_walsender(
+    connection: Connection,
+    slot: str,
+    reader: str,
+    fence: Callable[[], AbstractContextManager[None]] = nullcontext,
+    timeout: float = 30.0,
+) -> None:
     """End a walsender that still holds the slot, left behind by an earlier run, and wait until it is free.
 
     :param reader: the ``application_name`` of such walsenders; those of others are left alone.
+    :param fence: keeps later runs from taking over, which would read under the same name; it is held only to look
+        and to tell, as who takes over ends the session that holds it for long.
     :raises SecondWriter: when somebody else reads from the slot, or it cannot be ended.
     """
 
     def free() -> bool:
-        state = read_slot(connection, slot)
-        if state is None or not state.active:
-            return True
-        _refuse_other_reader(connection, slot, state, reader)
-        rows(connection, "SELECT pg_terminate_backend(%s)", [state.active_pid])
-        return False
+        with fence():
+            state = read_slot(connection, slot)
+            if state is None or not state.active:
+                return True
+            _refuse_other_reader(connection, slot, state, reader)
+            rows(connection, "SELECT pg_terminate_backend(%s)", [state.active_pid])
+            return False
 
     if not wait_until(free, timeout):
         raise SecondWriter(

@@ -164,13 +164,22 @@ class Heartbeat:
 
 def read_heartbeats(state: State) -> list[Heartbeat]:
     """The heartbeats of all jobs of a pipeline, dead ones included."""
-    found = [state.read(name) for name in state.names("jobs")]
-    return [Heartbeat(**(values | {"owner": Owner(**values["owner"])})) for values in found if values]
+    found = (_read_heartbeat(state, name) for name in state.names("jobs"))
+    return [beat for beat in found if beat is not None]
+
+
+def _read_heartbeat(state: State, name: str) -> Heartbeat | None:
+    values = state.read(name)
+    return Heartbeat(**(values | {"owner": Owner(**values["owner"])})) if values else None
 
 
 def write_heartbeat(state: State, heartbeat: Heartbeat) -> None:
-    """Replace the heartbeat of a job."""
-    state.write(f"jobs/{heartbeat.part}.json", asdict(heartbeat))
+    """Replace the heartbeat of a job, unless it is that of a later run, which is alive: this one has been overtaken."""
+    name, found = f"jobs/{heartbeat.part}.json", None
+    with contextlib.suppress(StateUnwritable):  # writing says more
+        found = _read_heartbeat(state, name)
+    if found is None or found.epoch <= heartbeat.epoch or not found.alive:
+        state.write(name, asdict(heartbeat))
 
 
 @cache

@@ -17,6 +17,7 @@ from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender, read_slot
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.wal import WalReader
 from tests.outages.conftest import Pair
 from tests.outages.scene import QUICK, SECONDS, applied, copied, marker
 from tests.pipelines import PipelineUnderTest
@@ -144,6 +145,30 @@ def test_a_run_that_is_overtaken_while_it_ends_its_reader_leaves_the_slot_alone(
     monkeypatch.setattr(attempts, "end_walsender", end)
     assert isinstance(beyond_the_budget(pipeline, lambda: None), Fenced)
     assert has_slot(pair, pipeline)
+
+
+def test_a_run_that_is_overtaken_before_it_ends_its_reader_leaves_the_others_alone(
+    pair: Pair, make: Callable[..., PipelineUnderTest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both read under the pipeline's name."""
+    pipeline = copied(make(on_max_retained_wal="drop-slot"))
+    names, readers = pipeline.pipeline.source, list[WalReader]()
+
+    def end(*arguments: Any) -> None:
+        pipeline.target("UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
+        readers.append(WalReader(names.dsn, names.slot, names.publication, pipeline.record.applied))
+        end_walsender(*arguments)
+
+    monkeypatch.setattr(attempts, "end_walsender", end)
+    try:
+        assert isinstance(beyond_the_budget(pipeline, lambda: None), Fenced)
+        with connected(pair.source.dsn()) as source:
+            state = read_slot(source, names.slot)
+        assert state is not None
+        assert state.active
+    finally:
+        for reader in readers:
+            reader.close()
 
 
 def test_a_slot_that_cannot_be_dropped(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
