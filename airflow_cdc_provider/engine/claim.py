@@ -12,7 +12,9 @@ from airflow_cdc_provider.engine.errors import SecondWriter
 from airflow_cdc_provider.engine.slot import wait_until
 
 _SPACE = "airflow_cdc"
-_WAIT_SECONDS = 5.0
+_WAIT_SECONDS = 1.0
+"""For the session of a process that has just died to end; a command that works is not waited for."""
+_END_SECONDS = 10.0
 _HOLDERS = (
     "FROM pg_locks WHERE locktype = 'advisory' AND granted AND pid <> pg_backend_pid() AND objsubid = 2"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -36,7 +38,7 @@ def claim(source: Connection, pipeline: str, takeover: bool) -> None:
         return
     if takeover:
         rows(source, f"SELECT pg_terminate_backend(pid) {_HOLDERS}", names)
-    if not wait_until(claimed, _WAIT_SECONDS):
+    if not wait_until(claimed, _END_SECONDS if takeover else _WAIT_SECONDS):
         pids = ", ".join(str(pid) for (pid,) in rows(source, f"SELECT pid {_HOLDERS}", names))
         raise SecondWriter(
             f"another command is making or removing the slot of pipeline {pipeline!r} (session {pids or '?'} of the"
