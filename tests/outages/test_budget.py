@@ -62,9 +62,12 @@ def test_the_budget_is_kept_while_the_target_is_down(
 
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-def test_a_stream_that_works_drops_its_slot_at_a_heartbeat(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
+@pytest.mark.parametrize("action", ["stop", "drop-slot"])
+def test_a_stream_that_works_takes_the_action_at_a_heartbeat(
+    pair: Pair, make: Callable[..., PipelineUnderTest], action: str
+) -> None:
     """More is written between two looks of the server at what may go than the budget allows."""
-    pipeline = copied(make(max_retained_wal="2MiB", on_max_retained_wal="drop-slot"))
+    pipeline = copied(make(max_retained_wal="2MiB", on_max_retained_wal=action))
     command = pipeline.start("stream", "--json")
     first = marker(pipeline)
     command.until(lambda: applied(pipeline) >= first, "the first marker")
@@ -73,9 +76,9 @@ def test_a_stream_that_works_drops_its_slot_at_a_heartbeat(pair: Pair, make: Cal
     assert outcome.code == 3, outcome.stderr[-3000:]
     assert outcome.json["error"]["kind"] == "SlotBudgetExceeded"
     assert "stream.max_retained_wal is 2.0 MiB" in outcome.json["error"]["message"]
-    assert not has_slot(pair, pipeline)
+    assert has_slot(pair, pipeline) is (action == "stop")
     status = commands.status(pipeline.pipeline)
-    assert (status["state"], status["slot"]) == ("failed", None)
+    assert (status["state"], status["last_error"]["kind"]) == ("failed", "SlotBudgetExceeded")
 
 
 def beyond_the_budget(pipeline: PipelineUnderTest, before: Callable[[], None]) -> CdcError:
