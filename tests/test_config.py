@@ -6,9 +6,11 @@ import copy
 import json
 from typing import Any
 
+import psycopg2.extensions
 import pytest
 
 from airflow_cdc_provider.engine.config import Pipeline, TableRule, connection_uri
+from airflow_cdc_provider.engine.connection import describe, session_dsn
 from airflow_cdc_provider.engine.errors import ConfigError
 
 DOCUMENT: dict[str, Any] = {
@@ -105,8 +107,24 @@ def test_what_is_wrong_is_refused(changes: dict[str, Any], words: list[str]) -> 
     assert all(word in text for word in words), text
 
 
+@pytest.mark.parametrize("hosts", ["a:5432,b:5433", "a,b:5433", "a:5432,b", "[::1]:5432,127.0.0.1:5433"])
+def test_a_list_of_hosts_is_a_source(hosts: str) -> None:
+    dsn = f"postgresql://u:secret@{hosts}/d?target_session_attrs=read-write"
+    assert Pipeline.parse(document(source__dsn=dsn)).source.dsn == dsn
+    assert describe(dsn) == f"{hosts}/d"
+    known = psycopg2.extensions.parse_dsn(session_dsn(dsn, "application"))
+    assert known | psycopg2.extensions.parse_dsn(dsn) == known
+
+
 @pytest.mark.parametrize(
-    "dsn", ["nonsense:hunter2", "postgresql://u:hunter2@h", "mysql://u:hunter2@h/d", "postgresql://u:hunter2@h:x/d"]
+    "dsn",
+    [
+        "nonsense:hunter2",
+        "postgresql://u:hunter2@h",
+        "mysql://u:hunter2@h/d",
+        "postgresql://u:hunter2@h:x/d",
+        "postgresql://u:hunter2@h:1,i:0/d",
+    ],
 )
 def test_a_bad_dsn_is_not_repeated(dsn: str) -> None:
     with pytest.raises(ConfigError) as refused:

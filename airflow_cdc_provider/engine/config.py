@@ -405,10 +405,9 @@ def _dsn(value: object) -> str:
     wanted = "a URI of the form postgresql://user@host:port/database"
     try:
         parts = urlsplit(text)
-        port = parts.port
     except ValueError:
         raise ValueError(wanted) from None
-    if parts.scheme != "postgresql" or not parts.path.strip("/") or port == 0:
+    if parts.scheme != "postgresql" or not parts.path.strip("/"):
         raise ValueError(wanted)
     # libpq takes the first @ for the password's end and would name the rest, as a host, in its messages.
     if parts.netloc.count("@") > 1:
@@ -416,9 +415,12 @@ def _dsn(value: object) -> str:
     import psycopg2.extensions  # late: reading Dags must not load a driver
 
     try:
-        psycopg2.extensions.parse_dsn(text)
+        ports = psycopg2.extensions.parse_dsn(text).get("port", "")
     except psycopg2.Error:
         raise ValueError(f"{wanted}, with parameters that libpq knows") from None
+    # One a host, which urllib does not know.
+    if not all(port == "" or (port.isdecimal() and 0 < int(port) < 1 << 16) for port in ports.split(",")):
+        raise ValueError(wanted)
     return text
 
 
