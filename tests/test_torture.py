@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,8 +143,19 @@ def test_the_slot_must_not_be_ahead() -> None:
 def test_a_seed_determines_tables_and_schedule() -> None:
     assert tables(5) == tables(5)
     assert [next(steps) for steps in (schedule(5), schedule(5))] == [next(schedule(5))] * 2
-    actions = schedule(5)
-    assert {next(actions).action for _ in range(2000)} == set(ACTIONS)
+
+
+def test_no_action_returns_before_each_has_been() -> None:
+    actions = [step.action for step in itertools.islice(schedule(5), 2000)]
+    assert sorted(actions[: len(ACTIONS)]) == sorted(ACTIONS)
+    assert set(actions[len(ACTIONS) :]) == set(ACTIONS)
+
+
+def test_transaction_ids_of_a_timeline_that_was_left_are_given_out_again() -> None:
+    reading = Reading(T, 150, 1, "9:9:")
+    assert [reading.sees(transaction) for transaction in TRANSACTIONS] == [True, True, False, False]
+    left = dataclasses.replace(reading, left=205)
+    assert [left.sees(transaction) for transaction in TRANSACTIONS] == [True, False, False, False]
 
 
 @pytest.mark.spark

@@ -125,7 +125,7 @@ def expected_entries(
             continue  # before the slot, or before it was made anew: never streamed, and in every read since
         # A read that came after the transaction had been applied contains it too, but found it in the changelog.
         seeing = {
-            table: [r for r in of_table if r.applied < transaction.end and r.sees(transaction.xid)]
+            table: [r for r in of_table if r.applied < transaction.end and r.sees(transaction)]
             for table, of_table in by_table.items()
         }
         for change in transaction.changes:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.state import State, read_heartbeats
-from tests.airflow_support import ROOT, connection_json, migrate_database
 from tests.pipelines import Command, Outcome, PipelineUnderTest
 from tests.threads import Stoppable
+from tests.torture.airflow import Airflow, DagRun, part_of
 
-_DAGS = Path(__file__).parent / "dags"
 _SECONDS = 0.1
 END_SECONDS = 600.0
 """How long the end of a run is waited for, that another has fenced, or that has fenced the other and catches up."""
@@ -36,6 +34,7 @@ _RETRYABLE = {
     "SparkLost",
     "StagingLost",
 }
+_LEFT_BEHIND = re.compile(r"on timeline \d+.*`airflow-cdc resnapshot --all`", re.DOTALL)
 # What a job says that was robbed of a process: nothing, or that its JVM has gone before it was up.
 _KILLED = ("exit", "SparkUnusable")
 
@@ -45,46 +44,49 @@ class Job:
     """A start of the pipeline.
 
     :param name: of its command.
-    :param task: whether a task of Airflow runs it.
     :param expected: beginnings of the kinds of errors that are nothing wrong for it.
     """
 
     name: str
-    command: Command
-    task: bool = False
+    command: Command | DagRun
     expected: set[str] = field(default_factory=set)
 
-    def processes(self, part: str) -> list[psutil.Process]:
-        """Its processes of one kind: ``task``, ``guard``, ``driver``, ``jvm``, ``worker``, ``reader``."""
-        return [process for process in self.command.processes() if self._part(process) == part]
+    @property
+    def task(self) -> bool:
+        """Whether tasks of Airflow run it."""
+        return isinstance(self.command, DagRun)
 
-    def _part(self, process: psutil.Process) -> str:
-        try:
-            line = process.cmdline()
-        except psutil.Error:
-            return ""
-        if process.pid == self.command.process.pid:
-            return "task" if self.task else "driver"
-        if "pyspark.daemon" in line:
-            return "worker"
-        if "java" in line[0]:
-            return "jvm"
-        if self.task and line[1:2] == ["-c"] and line[0] == "/bin/sh":
-            return "guard"
-        if self.task and any(argument.endswith("engine/job.py") for argument in line[1:2]):
-            return "driver"
-        return "reader" if any("streaming" in argument for argument in line) else ""
+    def processes(self, part: str) -> list[psutil.Process]:
+        """Its processes of one kind: those of :func:`.airflow.part_of`, and for a task ``task`` and ``supervisor``."""
+        return [process for found, process in self._parts() if found == part]
+
+    def _parts(self) -> Iterator[tuple[str, psutil.Process]]:
+        if isinstance(self.command, DagRun):
+            yield from self.command.parts()
+            return
+        for process in self.command.processes():
+            with contextlib.suppress(psutil.Error):
+                driver = process.pid == self.command.process.pid
+                yield "driver" if driver else part_of(process.cmdline()), process
 
 
 class Driver(Stoppable):
     """Keeps the pipeline going.
 
+    :param airflow: runs it if it shall be run by tasks.
     :param starting_over: set while the slot may be newer than the sink's record.
     :param say: told of each start and end.
     """
 
-    def __init__(self, pipeline: PipelineUnderTest, starting_over: threading.Event, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pipeline: PipelineUnderTest,
+        airflow: Airflow,
+        starting_over: threading.Event,
+        say: Callable[[str], None],
+    ) -> None:
         super().__init__("driver")
+        self._airflow = airflow
         self._pipeline = pipeline
         self._starting_over = starting_over
         self._say = say
@@ -94,6 +96,7 @@ class Driver(Stoppable):
         self._rivals = 0
         self._task_next = False
         self._all_next = False
+        self._source_moved = False
         self.failpoint: str | None = None
         self.starts = 0
         self.ends = Counter[str]()
@@ -158,9 +161,13 @@ class Driver(Stoppable):
             self._all_next = True
             self._replace("Fenced", "GateClosed", takeover=True)  # it may miss the slot before it sees the epoch
 
+    def source_moves(self) -> None:
+        """A standby takes the place of the source; a pipeline that it cannot continue is started over."""
+        self._source_moved = True
+
     def become_task(self) -> None:
-        """Let a task of Airflow run the pipeline from now on until it ends."""
-        migrate_database()
+        """Let tasks of Airflow run the pipeline from now on until their Dag run ends."""
+        self._airflow.start()
         with self._lock:
             if self._job is not None and not self._job.task:
                 self.expect_kill()
@@ -172,20 +179,32 @@ class Driver(Stoppable):
         drivers = {process.pid for process in self.processes("driver")}
         return any(beat.owner.pid in drivers for beat in read_heartbeats(State(self._pipeline.pipeline.state)))
 
-    def kill_task(self, guarded: bool) -> None:
-        """Kill the Airflow task at hand, but not its job: another run takes over at once, and the job has to end.
+    def kill_task(self, part: str) -> None:
+        """Kill an Airflow task, or its supervisor, but not its job, which has to end; Airflow tries again.
 
-        :param guarded: spare the guard, which ends the job; otherwise the job goes on until it is fenced.
+        :param part: ``task`` or ``supervisor``.
         """
-        with self._lock:
-            if self._job is None or not self._job.task or not self._job.command.running:
-                return
-            self.expect_kill()
-            guards = [] if guarded else self._job.processes("guard")
-            for process in (*guards, *self._job.processes("task")):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            self._replace(takeover=not guarded)
+        job = self._job
+        if job is None or not job.task or not job.command.running:
+            return
+        family = job.command.processes()
+        self.expect_kill()
+        for process in job.processes(part):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if not await_condition(lambda: not any(map(_lives, family)), END_SECONDS, interval=0.5):
+            self.wrong.append(f"{part} of {job.command.title} was killed, and {family} live:\n{job.command.output()}")
+
+    def end(self) -> None:
+        """Let the job at hand end in peace, and start no other."""
+        self.stop()
+        if self._job is None or not self._job.command.running:
+            return
+        if isinstance(self._job.command, DagRun):
+            self._pipeline.start("stop").wait()
+        else:
+            self._job.command.terminate()
+        self._job.command.wait()
 
     # -- starts and ends ---------------------------------------------------------------------------
 
@@ -205,6 +224,13 @@ class Driver(Stoppable):
         if old is None:
             return
         old.expected.update(expected)
+        new = self._job
+        assert new is not None
+        await_condition(lambda: not (old.command.running and new.command.running), END_SECONDS, interval=0.5)
+        if old.task and old.command.running:  # Airflow tries again, and the other has failed before that
+            self._job = old
+            self._ended(new, new.command.outcome())
+            return
         outcome = old.command.wait(END_SECONDS)
         if not await_condition(lambda: not old.command.processes(), END_SECONDS):
             self.wrong.append(f"{old.name} has ended, but not {old.command.processes()}:\n{old.command.output()}")
@@ -221,7 +247,7 @@ class Driver(Stoppable):
             self._job = Job("resnapshot", self._pipeline.start("resnapshot", "--all", "--json", *options))
         elif self._task_next:
             self._task_next = False
-            self._job = Job("task", self._start_task(takeover, failpoint), task=True)
+            self._job = Job("Dag run", self._airflow.trigger())
         else:
             name = "stream" if self._copied else "run"
             self._job = Job(name, self._pipeline.start(name, "--json", *options, failpoint=failpoint))
@@ -233,40 +259,44 @@ class Driver(Stoppable):
             self._job.expected.update(_KILLED)
         self._say(f"starts {self._job.name}" + (f" with {failpoint}" if failpoint else ""))
 
-    def _start_task(self, takeover: bool, failpoint: str | None) -> Command:
-        variables = {
-            "AIRFLOW__CORE__DAGS_FOLDER": str(_DAGS),
-            "AIRFLOW_CONN_SPARK_DEFAULT": connection_json(conn_type="spark", host="local[2]"),
-            "PYTHONPATH": str(ROOT),
-            "TORTURED_PIPELINE": str(self._pipeline.file),
-            **({"TORTURED_TAKEOVER": "1"} if takeover else {}),
-        }
-        program = [sys.executable, str(_DAGS / "pipeline.py")]
-        return self._pipeline.start_program("task of Airflow", program, failpoint, variables)
-
     def _ended(self, job: Job, outcome: Outcome) -> None:
-        kind = self._kind(outcome)
-        self.ends[kind] += 1
-        self._say(f"{job.name} ended: {kind}")
-        text = f"{job.command.title} ended with {kind}:\n{outcome.stdout[-1500:]}\n{outcome.stderr[-3000:]}"
-        if kind != "done":
+        errors = _errors(outcome)
+        end = "done" if outcome.code == 0 else errors[-1]["kind"] if errors else f"exit {outcome.code}"
+        self.ends[end] += 1
+        self._say(f"{job.name} ended: {end}")
+        text = f"{job.command.title} ended with {end}:\n{outcome.stdout[-1500:]}\n{outcome.stderr[-3000:]}"
+        if end != "done":
             self.last = text
-        if kind == "done":
+        left_behind = any(map(self._is_left_behind, errors))
+        kinds = {end, *(error["kind"] for error in errors if not self._is_left_behind(error))}
+        for kind in kinds - _RETRYABLE - {"done"}:
+            if not kind.startswith(tuple(job.expected)) and not (kind == "GateClosed" and left_behind):
+                self.wrong.append(text)
+        if end == "done":
             # A run that was stopped in its snapshot has not streamed.
             self._copied |= job.name != "resnapshot" and '"stream": null' not in outcome.stdout
-        elif kind not in _RETRYABLE and not kind.startswith(tuple(job.expected)):
-            self.wrong.append(text)
-        if self._job is None and kind == "done":  # else another has begun meanwhile
+        if self._job is None and end == "done":  # else another has begun meanwhile
             self._starting_over.clear()
-        elif self._job is None and kind == "GateClosed":
+        elif left_behind or (self._job is None and end == "GateClosed"):
             self._all_next = True  # it has broken off between the new slot and its record
 
-    @staticmethod
-    def _kind(outcome: Outcome) -> str:
-        """The error's class, ``done``, or the exit code of a command that could say nothing."""
-        if outcome.code == 0:
-            return "done"
-        try:
-            return str(json.loads(outcome.stdout.splitlines()[-1])["error"]["kind"])
-        except (ValueError, KeyError, TypeError, IndexError):
-            return f"exit {outcome.code}"
+    def _is_left_behind(self, error: Mapping[str, str]) -> bool:
+        """Whether a failover has cost what the pipeline needs, and the repair is named."""
+        found = _LEFT_BEHIND.search(f"{error['message']} {error['solution']}")
+        return self._source_moved and error["kind"] == "GateClosed" and bool(found)
+
+
+def _errors(outcome: Outcome) -> list[dict[str, str]]:
+    """The errors that a command, or the tasks of a Dag run, have printed."""
+    errors = []
+    for line in outcome.stdout.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            errors.append(json.loads(line)["error"])
+    return errors
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

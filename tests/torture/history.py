@@ -51,6 +51,7 @@ class Reading:
     """A chunk or re-read that the sink has committed.
 
     :param applied: the sink's applied LSN at that moment.
+    :param left: where the log of the timeline was left that it was read from; ``None`` if it has not been.
     :param numbers: row numbers whose keys it covers; ``None`` for all.
     :param keys: texts of the keys it covers, for a re-read by key.
     """
@@ -59,6 +60,7 @@ class Reading:
     applied: int
     rows: int
     snapshot: str
+    left: int | None = None
     numbers: frozenset[int] | None = None
     keys: frozenset[str] | None = None
 
@@ -67,8 +69,11 @@ class Reading:
             return key in self.keys
         return self.numbers is None or n in self.numbers
 
-    def sees(self, xid: int) -> bool:
-        """Whether the read's MVCC snapshot sees a transaction."""
+    def sees(self, transaction: Transaction) -> bool:
+        """Whether the read's MVCC snapshot sees a transaction; on another timeline ids are given out again."""
+        if self.left is not None and transaction.end > self.left:
+            return False
+        xid = transaction.xid
         xmin, xmax, running = self.snapshot.split(":")
         if xid >= int(xmax):
             return False
@@ -170,21 +175,22 @@ TARGET_SETUP = (
     """
 CREATE TABLE torture.readings (
     n bigserial PRIMARY KEY, source_table text, definition jsonb, keys jsonb, snapshot text, rows bigint,
-    applied pg_lsn
+    applied pg_lsn, timeline int
 )""",
-    "CREATE TABLE torture.gaps (start_lsn pg_lsn, end_lsn pg_lsn)",
+    "CREATE TABLE torture.gaps (n bigserial PRIMARY KEY, start_lsn pg_lsn, end_lsn pg_lsn)",
     """
 CREATE FUNCTION torture.reading() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
-    INSERT INTO torture.readings (source_table, definition, keys, snapshot, rows, applied)
-    SELECT NEW.source_table, NEW.definition, NEW.keys, NEW.snapshot, NEW.row_count, applied_lsn
+    INSERT INTO torture.readings (source_table, definition, keys, snapshot, rows, applied, timeline)
+    SELECT NEW.source_table, NEW.definition, NEW.keys, NEW.snapshot, NEW.row_count, applied_lsn,
+        (source ->> 'timeline')::int
     FROM airflow_cdc.pipelines WHERE pipeline = NEW.pipeline;
     RETURN NULL;
 END $$""",
     """
 CREATE FUNCTION torture.gap() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
-    INSERT INTO torture.gaps VALUES (OLD.applied_lsn, NEW.applied_lsn);
+    INSERT INTO torture.gaps (start_lsn, end_lsn) VALUES (OLD.applied_lsn, NEW.applied_lsn);
     RETURN NULL;
 END $$""",
     # Units change the applied LSN and notes the source; who changes both at once starts over.
@@ -204,11 +210,14 @@ END $$""",
 )
 
 
-def readings(source: str, target: str, tables: list[Table]) -> list[Reading]:
-    """The pipeline's reads, with the rows that each covers: the source is asked, as only it can compare keys."""
+def readings(source: str, target: str, tables: list[Table], left: Mapping[int, int]) -> list[Reading]:
+    """The pipeline's reads, with the rows that each covers: the source is asked, as only it can compare keys.
+
+    :param left: where the log of each earlier timeline was left.
+    """
     by_label = {table.label: table for table in tables}
     query = (
-        "SELECT source_table, definition, keys, snapshot, rows, (applied - '0/0')::bigint"
+        "SELECT source_table, definition, keys, snapshot, rows, (applied - '0/0')::bigint, timeline"
         " FROM torture.readings ORDER BY n"
     )
     found = []
@@ -216,21 +225,28 @@ def readings(source: str, target: str, tables: list[Table]) -> list[Reading]:
         psycopg.connect(source, autocommit=True) as at_source,
         psycopg.connect(target, autocommit=True) as at_target,
     ):
-        for label, definition, keys, snapshot, rows, applied in at_target.execute(query):
+        for label, definition, keys, snapshot, rows, applied, timeline in at_target.execute(query):
             numbers = None
             chunk = Chunk.from_dict(definition if isinstance(definition, dict) else json.loads(definition))
             if keys is None and (chunk.lower is not None or chunk.upper is not None):
                 numbers = _numbers(at_source, by_label[label], chunk)
             texts = None if keys is None else frozenset("/".join(key) for key in keys)
-            found.append(Reading(label, applied, rows, snapshot, numbers, texts))
+            found.append(Reading(label, applied, rows, snapshot, left.get(timeline), numbers, texts))
     return found
 
 
 def gaps(target: str) -> list[Gap]:
-    """What was left out when the pipeline was started over."""
-    query = "SELECT (start_lsn - '0/0')::bigint, (end_lsn - '0/0')::bigint FROM torture.gaps"
+    """What was left out when the pipeline was started over; twice without anything between is one gap.
+
+    A second one that follows a failover may end before the first has, on the timeline that was left.
+    """
+    query = "SELECT (start_lsn - '0/0')::bigint, (end_lsn - '0/0')::bigint FROM torture.gaps ORDER BY n"
+    found: list[Gap] = []
     with psycopg.connect(target, autocommit=True) as connection:
-        return [Gap(*row) for row in connection.execute(query)]
+        for start, end in connection.execute(query):
+            begins = found.pop().start if found and found[-1].end == start else start
+            found.append(Gap(begins, end))
+    return found
 
 
 def _numbers(source: psycopg.Connection[Any], table: Table, chunk: Chunk) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import re
 import shutil
@@ -22,8 +23,10 @@ from airflow_cdc_provider.engine.state import State, read_heartbeats
 from tests.pipelines import PipelineUnderTest
 from tests.threads import Stoppable
 from tests.torture.driver import END_SECONDS, Driver
+from tests.torture.history import Truth
 from tests.torture.observer import Observer
 from tests.torture.schema import SPACE, Table
+from tests.torture.source import Source
 
 _PATIENCE = 20.0
 """Seconds that a step waits for progress at most: a pipeline that makes none may need the next step."""
@@ -71,8 +74,10 @@ ACTIONS = {
     "cut connections to the source": 8,
     "cut connections to the target": 8,
     "run as a task of Airflow": 3,
-    "kill the task of Airflow": 8,
+    "kill the task of Airflow": 5,
+    "kill the supervisor of the task of Airflow": 4,
     "start a second driver": 5,
+    "fail over to a standby": 4,
     "take over": 6,
     "start over": 3,
     "delete the checkpoint": 4,
@@ -84,11 +89,13 @@ ACTIONS = {
 
 
 def schedule(seed: int) -> Iterator[Step]:
-    """The steps of a seed, without an end."""
+    """The steps of a seed, without an end: each action once, in random order, then by their weights."""
     chance = random.Random(f"{seed}/nemesis")
-    while True:
+    names = list(ACTIONS)
+    first = chance.sample(names, len(names))
+    for action in itertools.chain(first, iter(lambda: chance.choices(names, list(ACTIONS.values()))[0], None)):
         yield Step(
-            chance.choices(list(ACTIONS), list(ACTIONS.values()))[0],
+            action,
             chance.choice((0, 0, 1, 1, 2, 5)),
             round(chance.uniform(0.0, 3.0), 1),
             round(chance.choice((0.5, 3.0, 7.0)), 1),
@@ -105,17 +112,18 @@ class Nemesis(Stoppable):
     def __init__(
         self,
         steps: Iterator[Step],
-        source: PostgresServer,
+        source: Source,
         target: PostgresServer,
         pipeline: PipelineUnderTest,
         driver: Driver,
         observer: Observer,
+        truth: Truth,
         tables: list[Table],
         say: Callable[[str], None],
     ) -> None:
         super().__init__("nemesis")
         self._steps = steps
-        self._servers = {"source": source, "target": target}
+        self._source, self._target, self._truth = source, target, truth
         self._pipeline, self._driver, self._observer = pipeline, driver, observer
         self._tables = tables
         self._say = say
@@ -140,7 +148,8 @@ class Nemesis(Stoppable):
 
     def _act(self, step: Step) -> None:
         verb, _, rest = step.action.partition(" ")
-        server = self._servers.get(rest.split(" ")[1] if " " in rest else "")
+        servers = {"the source": self._source.primary, "the target": self._target}
+        server = next((servers[name] for name in servers if rest.startswith(name)), None)
         if step.action == "kill everything":
             self._driver.kill()
         elif server is not None and verb in ("restart", "stop", "kill"):
@@ -161,12 +170,14 @@ class Nemesis(Stoppable):
             self._pipeline.start("stop").wait()
         elif step.action == "run as a task of Airflow":
             self._driver.become_task()
-        elif step.action == "kill the task of Airflow":
-            self._kill_task(step)
+        elif rest.endswith("of Airflow"):
+            self._kill_task(step, "supervisor" if "supervisor" in rest else "task")
         elif verb == "kill":
             self._kill({"the driver": "driver", "the JVM": "jvm", "the Python workers": "worker"}.get(rest, "reader"))
         elif step.action == "start a second driver":
             self._second()
+        elif verb == "fail":
+            self._fail_over(step)
         elif step.action == "take over":
             self._driver.take_over()
         elif step.action == "start over":
@@ -187,13 +198,12 @@ class Nemesis(Stoppable):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _kill_task(self, step: Step) -> None:
-        """Kill a task of Airflow, at any time after its start or while its job is at work."""
+    def _kill_task(self, step: Step, part: str) -> None:
+        """Kill a task of Airflow, or what supervises it, while its job is at work."""
         self._driver.become_task()
-        if step.pick % 4:
-            await_condition(lambda: self._halt.is_set() or self._driver.beats(), _TASK_SECONDS, interval=0.5)
+        await_condition(lambda: self._halt.is_set() or self._driver.beats(), _TASK_SECONDS, interval=0.5)
         self._halt.wait(step.seconds)
-        self._driver.kill_task(guarded=step.pick % 3 > 0)
+        self._driver.kill_task(part)
 
     @staticmethod
     def _break(server: PostgresServer, verb: str) -> None:
@@ -204,7 +214,7 @@ class Nemesis(Stoppable):
         server.start()
 
     def _walsenders(self) -> list[psutil.Process]:
-        with psycopg.connect(self._servers["source"].dsn(), autocommit=True) as connection:
+        with psycopg.connect(self._source.primary.dsn(), autocommit=True) as connection:
             found = connection.execute("SELECT pid FROM pg_stat_replication").fetchall()
         return [psutil.Process(pid) for (pid,) in found if psutil.pid_exists(pid)]
 
@@ -216,6 +226,12 @@ class Nemesis(Stoppable):
             chosen = found if step.pick % 3 == 0 else found[step.pick % len(found) :][:1] if found else []
             for pid in chosen:
                 connection.execute("SELECT pg_terminate_backend(%s)", [pid])
+
+    def _fail_over(self, step: Step) -> None:
+        """The source goes on at another address and on another timeline, more often than not without a farewell."""
+        slots = "torture_truth", self._pipeline.pipeline.source.slot
+        self._driver.source_moves()
+        self._source.fail_over(step.pick % 3 == 0, self._truth.advance, slots)
 
     def _second(self) -> None:
         """A second driver beside a living one must be refused."""

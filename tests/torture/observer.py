@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psycopg
@@ -20,7 +21,10 @@ _RECORD = """
 SELECT p.applied_lsn::text,
        NOT EXISTS (SELECT FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline AND c.snapshot IS NULL)
        AND p.applied_lsn >= ALL (SELECT c.high_lsn FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline),
-       (SELECT count(*) FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline AND c.snapshot IS NOT NULL)
+       (SELECT count(*) FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline AND c.snapshot IS NOT NULL),
+       greatest(p.applied_lsn,
+           (SELECT max(c.high_lsn) FROM airflow_cdc.chunks c WHERE c.pipeline = p.pipeline))::text,
+       (p.source ->> 'timeline')::int
 FROM airflow_cdc.pipelines p WHERE p.pipeline = %s
 """
 
@@ -30,6 +34,7 @@ class Observer(Stoppable):
 
     :param slot: name of the slot and, by default, the pipeline.
     :param starting_over: set while the slot may be newer than the sink's record, and so ahead of it.
+    :param left: tells where the log of each earlier timeline was left.
     """
 
     def __init__(
@@ -41,17 +46,22 @@ class Observer(Stoppable):
         mode: str,
         tables: list[Table],
         starting_over: threading.Event,
+        left: Callable[[], Mapping[int, int]],
     ) -> None:
         super().__init__("observer")
         self._dsns = source, target
         self._pipeline, self._slot, self._mode, self._tables = pipeline, slot, mode, tables
         self._starting_over = starting_over
+        self._left = left
+        self._orphaned = False
         self._at_source: psycopg.Connection[Any] | None = None
         self._at_target: psycopg.Connection[Any] | None = None
         self._versions = Versions()
         self.sights: list[Sight] = []
         self.wrong: list[str] = []
         self.looks = 0
+        self.orphans = 0
+        """How often the sink was seen to have what the source had lost in a failover."""
         self.progress = 0
         """How often applied LSN or number of finished chunks were seen to have changed."""
         self._last: tuple[object, ...] = ()
@@ -85,6 +95,17 @@ class Observer(Stoppable):
         if sight is not None and (not self.sights or sight != self.sights[-1]):
             self.sights.append(sight)
 
+    def _forget_orphans(self, timeline: int, has: int, consistent: bool) -> None:
+        """A sink that has what the source has lost in a failover goes back, until everything has been read again."""
+        left = self._left().get(timeline)
+        if left is not None and has > left:
+            self._orphaned = True
+            self.orphans += 1
+        elif consistent:
+            self._orphaned = False
+        if self._orphaned:
+            self._versions = Versions()
+
     def _acknowledged(self) -> int | None:
         """The slot's position; ``None`` where there is no slot, or its server cannot be asked."""
         query = "SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s"
@@ -106,6 +127,7 @@ class Observer(Stoppable):
         if found is None:
             return None
         applied, consistent, finished = parse_lsn(found[0]), bool(found[1]), found[2]
+        self._forget_orphans(found[4], parse_lsn(found[3]), consistent)
         self.looks += 1
         if (applied, finished) != self._last:
             self._last = (applied, finished)

@@ -16,12 +16,14 @@ import psycopg
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from tests.conftest import Databases, create_database, create_roles
 from tests.pipelines import PipelineUnderTest, execute, query_rows
+from tests.torture.airflow import Airflow
 from tests.torture.checks import violations
 from tests.torture.driver import Driver
 from tests.torture.history import TARGET_SETUP, Entry, History, Truth, gaps, readings
-from tests.torture.nemesis import Nemesis, schedule
+from tests.torture.nemesis import ACTIONS, Nemesis, schedule
 from tests.torture.observer import Observer
 from tests.torture.schema import LANES, OPENING_BALANCE, SETUP, TOTAL_ACCOUNTS, Table, tables
+from tests.torture.source import Source
 from tests.torture.writers import Writer
 
 _SERVER = {"fsync": "off", "wal_sender_timeout": "4s", "max_connections": "60", "TimeZone": "UTC"}
@@ -32,6 +34,7 @@ _SIGHTS = 20
 """States of the consistent target that readers must have seen while writers were at work."""
 _SIGHTS_SECONDS = 120.0
 _SHOWN = 3
+_PIPELINE = "torture"
 
 
 @dataclass
@@ -68,7 +71,7 @@ def torture(seed: int, seconds: float, mode: str, directory: Path, say: Callable
         )
     with _servers(directory) as (source, target):
         databases = Databases(source.dsn("torture"), target.dsn("torture"))
-        for server in (source, target):
+        for server in (source.primary, target):
             create_database(server, "torture")
         execute(databases.source, *SETUP, *(s for table in made for s in table.create()))
         execute(databases.target, *TARGET_SETUP)
@@ -78,17 +81,16 @@ def torture(seed: int, seconds: float, mode: str, directory: Path, say: Callable
 
 
 @contextmanager
-def _servers(directory: Path) -> Iterator[tuple[PostgresServer, PostgresServer]]:
+def _servers(directory: Path) -> Iterator[tuple[Source, PostgresServer]]:
     """Source and target, stopped at the end, their logs kept."""
     with ExitStack() as stack:
-        made = []
-        for name in ("source", "target"):
-            server = PostgresServer.create(directory / name, settings=_SERVER)
-            stack.callback(server.stop, "immediate")
-            server.start()
-            create_roles(server)
-            made.append(server)
-        yield made[0], made[1]
+        source = Source(directory, _SERVER)
+        stack.callback(source.stop)
+        target = PostgresServer.create(directory / "target", settings=_SERVER)
+        stack.callback(target.stop, "immediate")
+        target.start()
+        create_roles(target)
+        yield source, target
 
 
 class _Ordeal:
@@ -98,7 +100,7 @@ class _Ordeal:
         seed: int,
         mode: str,
         made: list[Table],
-        source: PostgresServer,
+        source: Source,
         target: PostgresServer,
         databases: Databases,
         directory: Path,
@@ -112,18 +114,21 @@ class _Ordeal:
             directory,
             databases,
             [table.label for table in made],
+            pipeline=_PIPELINE,
             sink={"mode": mode},
             snapshot={"chunk_rows": chance.choice((40, 150, 1000)), "parallelism": chance.choice((1, 2, 3))},
             stream={"max_batch_bytes": chance.choice(("1MiB", "4MiB", "16MiB"))},
         )
-        name = self._pipeline.name
         slot = self._pipeline.pipeline.source.slot
         self._truth = Truth(databases.source)
         starting_over = threading.Event()
-        self._observer = Observer(databases.source, databases.target, name, slot, mode, made, starting_over)
-        self._driver = Driver(self._pipeline, starting_over, note)
+        self._observer = Observer(
+            databases.source, databases.target, _PIPELINE, slot, mode, made, starting_over, lambda: source.left
+        )
+        self._airflow = Airflow(self._pipeline.file)
+        self._driver = Driver(self._pipeline, self._airflow, starting_over, note)
         self._nemesis = Nemesis(
-            schedule(seed), source, target, self._pipeline, self._driver, self._observer, made, note
+            schedule(seed), source, target, self._pipeline, self._driver, self._observer, self._truth, made, note
         )
         pace = chance.choice((0.01, 0.05, 0.2))
         self._writers = [Writer(databases.source, seed, lane, made, pace) for lane in range(LANES)]
@@ -145,6 +150,7 @@ class _Ordeal:
             try:
                 self._driver.stop()
             finally:
+                self._airflow.stop()
                 self._pipeline.end_commands()
         self._count()
 
@@ -186,10 +192,7 @@ class _Ordeal:
                 break
             time.sleep(0.5)
         self._note("caught up")
-        self._driver.stop()
-        if self._driver.job is not None and self._driver.job.command.running:
-            self._driver.job.command.terminate()
-            self._driver.job.command.wait()
+        self._driver.end()
         self._observer.stop()
 
     def _check(self) -> None:
@@ -236,7 +239,7 @@ class _Ordeal:
         databases = self._pipeline.databases
         history = History(
             self._truth.transactions(),
-            readings(databases.source, databases.target, self._tables),
+            readings(databases.source, databases.target, self._tables, self._source.left),
             gaps(databases.target),
             self._observer.sights,
         )
@@ -262,5 +265,8 @@ class _Ordeal:
             "different consistent states seen": sum(s.consistent for s in self._observer.sights),
             "starts of the pipeline": self._driver.starts,
             "how jobs ended": dict(self._driver.ends),
+            "looks at a sink with what a failover lost": self._observer.orphans,
             "steps of the nemesis": sum(self._nemesis.done.values()),
+            "those steps": dict(self._nemesis.done),
+            "steps not reached": sorted(ACTIONS.keys() - self._nemesis.done.keys()),
         }

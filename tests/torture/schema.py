@@ -172,7 +172,7 @@ BEGIN
 END $$""",
     # Who publishes the audit trail sees which transaction committed when.
     "CREATE PUBLICATION torture_truth FOR TABLE torture.audit",
-    "SELECT pg_create_logical_replication_slot('torture_truth', 'pgoutput')",
+    "SELECT pg_create_logical_replication_slot('torture_truth', 'pgoutput', failover => true)",
 )
 
 

@@ -1,14 +1,10 @@
-"""A pipeline's steps as tasks of Airflow; as a script, one run of them in this process, as a task runs in its own.
-
-Prints what a command prints with ``--json`` if it fails. Takes what it needs from the environment, since Airflow reads
-the file too.
-"""
+"""A pipeline's steps as tasks of Airflow, which say to a file what they are and what has ended them."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, TriggerRule
@@ -27,31 +23,44 @@ if TYPE_CHECKING:
 PIPELINE = os.environ["TORTURED_PIPELINE"]
 EPOCH = "{{ ti.xcom_pull(task_ids='provision')['epoch'] }}"
 
-errors: list[dict[str, Any]] = []
+
+def say(context: Context, **what: Any) -> None:
+    """Add a line to the file of this run."""
+    with open(f"{PIPELINE}.{context['run_id']}", "a", encoding="utf-8") as file:
+        file.write(json.dumps(what) + "\n")
 
 
-def note(context: Context) -> None:
-    """Keep the engine's error: that of the job, or that of a command in this process."""
+def note_start(context: Context) -> None:
+    """Say which process the task is, and which supervises it."""
+    say(context, task=context["ti"].task_id, attempt=context["ti"].try_number, pids=[os.getpid(), os.getppid()])
+
+
+def note_failure(context: Context) -> None:
+    """Say the engine's error: that of the job, or that of a command in this process."""
     job = getattr(context["task"], "_job", None)
     error = job.result.get("error") if job is not None else None
     cause = getattr(context.get("exception"), "__cause__", None)
     if error is None and isinstance(cause, CdcError):
         error = cause.as_dict()
     if error is not None:
-        errors.append(error)
+        say(context, error=error)
 
 
-with DAG("torture", schedule=None, default_args={"on_failure_callback": note}) as dag:
-    provision = CdcProvisionOperator(task_id="provision", pipeline=PIPELINE, takeover="TORTURED_TAKEOVER" in os.environ)
+with DAG(
+    "torture",
+    schedule=None,
+    default_args={
+        "retries": 5,
+        "retry_delay": timedelta(seconds=2),
+        "on_execute_callback": note_start,
+        "on_failure_callback": note_failure,
+        "on_retry_callback": note_failure,
+    },
+) as dag:
+    provision = CdcProvisionOperator(task_id="provision", pipeline=PIPELINE)
     plan = CdcPlanOperator(task_id="plan", pipeline=PIPELINE, groups=2)
     snapshot = CdcSnapshotOperator.partial(task_id="snapshot", pipeline=PIPELINE, epoch=EPOCH).expand(group=plan.output)
     stream = CdcStreamOperator(
         task_id="stream", pipeline=PIPELINE, epoch=EPOCH, until="stopped", trigger_rule=TriggerRule.NONE_FAILED
     )
     provision >> plan >> snapshot >> stream
-
-if __name__ == "__main__":
-    run = dag.test(logical_date=None)
-    if errors:
-        print(json.dumps({"error": errors[0]}))
-    sys.exit(str(run.state) != "success")

@@ -1,0 +1,155 @@
+"""A real Airflow that runs the pipeline: scheduler, LocalExecutor, and tasks that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from airflow_cdc_provider.demo.airflow import FINAL_STATES, AirflowStack
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.hooks.process_group import _GUARD
+from tests.airflow_support import ROOT, connection_json
+from tests.pipelines import SECONDS, Outcome
+
+DAG = "torture"
+_DAGS = Path(__file__).parent / "dags"
+_PIPELINE = "TORTURED_PIPELINE"
+_SETTINGS = {
+    # A task whose supervisor is gone is missed soon.
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "15",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "2",
+    "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
+    "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.5",
+    "AIRFLOW_CONN_SPARK_DEFAULT": connection_json(conn_type="spark", host="local[2]"),
+    "PYTHONPATH": str(ROOT),
+}
+
+
+class Airflow:
+    """Runs of the Dag in :file:`dags`, for one pipeline; the processes are started when a run first needs them.
+
+    :param file: of the pipeline; what tasks say about themselves stands beside it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.stack = AirflowStack(file.parent / "airflow", _DAGS, {**_SETTINGS, _PIPELINE: str(file)})
+        self._started = False
+
+    def start(self) -> None:
+        """Start Airflow; does nothing if it runs."""
+        if not self._started:
+            self.stack.start()
+            self._started = True
+
+    def stop(self) -> None:
+        """End Airflow, if it runs."""
+        if self._started:
+            self.stack.stop()
+
+    def trigger(self) -> DagRun:
+        """Begin a run."""
+        return DagRun(self, self.stack.trigger(DAG))
+
+
+class DagRun:
+    """A run of the pipeline's Dag, which can be awaited and killed like a command."""
+
+    def __init__(self, airflow: Airflow, run_id: str) -> None:
+        self.title = f"run {run_id} of the Dag"
+        self._airflow, self._run_id = airflow, run_id
+        self._file = Path(f"{airflow.file}.{run_id}")
+        self._known = 0.0, "queued"
+
+    @property
+    def running(self) -> bool:
+        """Whether Airflow has not ended the run yet."""
+        return self._state not in FINAL_STATES
+
+    @property
+    def _state(self) -> str:
+        """Asked once a second, since a server that is asked more often has no time for anything else."""
+        if self._known[1] not in FINAL_STATES and time.monotonic() - self._known[0] > 1:
+            with contextlib.suppress(httpx.TransportError):
+                self._known = time.monotonic(), self._airflow.stack.run_state(DAG, self._run_id)
+        return self._known[1]
+
+    def said(self) -> list[dict[str, Any]]:
+        """What tasks have said: their starts and errors."""
+        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def attempts(self, task: str) -> int:
+        """How often a task has been started."""
+        return sum(line.get("task") == task for line in self.said())
+
+    def parts(self) -> Iterator[tuple[str, psutil.Process]]:
+        """Its living processes with what they are: ``task``, ``supervisor``, and those of :func:`part_of`."""
+        for line in self.said():
+            with contextlib.suppress(psutil.Error, KeyError):
+                task, supervisor = map(psutil.Process, line["pids"])
+                if task.status() != psutil.STATUS_ZOMBIE:
+                    yield "task", task
+                    if task.ppid() == supervisor.pid:  # it goes on to other tasks
+                        yield "supervisor", supervisor
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                part = part_of(process.cmdline())
+                if part and process.environ().get(_PIPELINE) == str(self._airflow.file):
+                    yield part, process
+
+    def processes(self) -> list[psutil.Process]:
+        """The same without saying what they are."""
+        return [process for _, process in self.parts()]
+
+    def kill(self) -> None:
+        """Kill tasks, their supervisors and jobs; Airflow tries again what it has not given up."""
+
+        def dead() -> bool:
+            family = self.processes()
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return not family
+
+        assert await_condition(dead, SECONDS), f"{self.title} cannot be killed"
+
+    def wait(self, seconds: float = SECONDS) -> Outcome:
+        """Wait for its end; one that takes too long fails the test."""
+        if not await_condition(lambda: not self.running, seconds, interval=0.5):
+            pytest.fail(f"{self.title} did not end within {seconds:g} seconds:\n{self.output()}")
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """What commands leave behind: 0 or 1, and a line of JSON for each error that has failed a task."""
+        errors = [json.dumps({"error": line["error"]}) for line in self.said() if "error" in line]
+        return Outcome(int(self._state != "success"), "\n".join(errors), self.output())
+
+    def output(self) -> str:
+        """Attempts, and the ends of the logs of failed ones."""
+        stack = self._airflow.stack
+        states = [(task["task_id"], task["state"], task["try_number"]) for task in stack.task_states(DAG, self._run_id)]
+        return f"{self._state}: {states}\n{stack.failures(DAG, self._run_id)[-4000:]}"
+
+
+def part_of(line: Sequence[str]) -> str:
+    """What a process of a pipeline is by its command line: ``guard``, ``driver``, ``jvm``, ``worker``, ``reader``."""
+    if "pyspark.daemon" in line:
+        return "worker"
+    if not line:
+        return ""
+    if "java" in line[0]:
+        return "jvm"
+    if line[0] == "/bin/sh" and _GUARD in line:
+        return "guard"
+    if any(argument.endswith("engine/job.py") for argument in line[1:2]):
+        return "driver"
+    return "reader" if any("streaming" in argument for argument in line) else ""

@@ -1,0 +1,110 @@
+"""The source under torture: a primary, and the standbys that take its place."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition, find_free_port
+from airflow_cdc_provider.engine.timeline import parse_history
+from tests.conftest import create_roles
+from tests.pipelines import SECONDS, execute, query_rows
+
+_SLOT_SECONDS = 20.0
+"""How long the pipeline's slot is waited for: of a pipeline that does not get on it never comes to the standby."""
+_STANDBY = """
+port = {port}
+primary_conninfo = '{primary}'
+primary_slot_name = 'standby'
+sync_replication_slots = on
+hot_standby_feedback = on
+wal_receiver_status_interval = 1
+wal_retrieve_retry_interval = 100
+"""
+# Nothing is acknowledged to writers, nor streamed, that the standby does not have; but for asynchronous commits.
+_SYNCHRONOUS = (
+    "ALTER SYSTEM SET synchronous_standby_names = '*'",
+    "ALTER SYSTEM SET synchronized_standby_slots = 'standby'",
+    "SELECT pg_reload_conf()",
+)
+
+
+class Source:
+    """Two addresses, and at one of them the primary.
+
+    :param directory: where the servers are made.
+    :param settings: of all of them.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
+        self._directory = directory
+        self.primary = PostgresServer.create(directory / "source1", "18", settings)
+        self._other_port = find_free_port()
+        self._hosts = f"127.0.0.1:{self.primary.port},127.0.0.1:{self._other_port}"
+        self.left: dict[int, int] = {}
+        """Where the log of each earlier timeline was left."""
+        self.primary.start()
+        create_roles(self.primary)
+
+    def dsn(self, database: str) -> str:
+        """Leads to the primary, at whichever address that is."""
+        return f"postgresql://postgres@{self._hosts}/{database}?target_session_attrs=read-write"
+
+    def stop(self) -> None:
+        """Stop the primary."""
+        self.primary.stop("immediate")
+
+    def fail_over(self, peaceful: bool, advance: Callable[[], None], slots: tuple[str, str]) -> None:
+        """Let a new standby take the place of the primary.
+
+        :param peaceful: stop the primary, which then sends all that it has; otherwise it is killed, and what has been
+            committed asynchronously may be lost.
+        :param advance: moves the first slot on, since it comes to the standby only where that can decode from.
+        :param slots: what to bring to the standby; the second only if it comes soon.
+        """
+        old, new = self.primary, self._make_standby()
+        execute(old.dsn(), *_SYNCHRONOUS)
+        new.start()
+        for slot, seconds in zip(slots, (SECONDS, _SLOT_SECONDS), strict=True):
+            condition = f"slot_name = '{slot}' AND synced AND NOT temporary"
+            query = f"SELECT count(*) FROM pg_replication_slots WHERE {condition}"
+
+            def arrived(query: str = query) -> bool:
+                execute(old.dsn(), "SELECT pg_log_standby_snapshot()")
+                advance()
+                return query_rows(new.dsn(), query) == [(1,)]
+
+            come = await_condition(arrived, seconds, interval=0.2)
+            assert come or slot != slots[0], f"slot {slot} has not come to the standby:\n{new.log_tail()}"
+        if peaceful:
+            old.stop("fast")
+        else:
+            old.kill()
+        execute(new.dsn(), "SELECT pg_promote()")
+        primary = f"SELECT pg_read_file('pg_wal/{len(self.left) + 2:08X}.history', true)"
+        ((history,),) = query_rows(new.dsn(), primary)
+        self.left = {switch.timeline: switch.lsn for switch in parse_history(history)}
+        self.primary, self._other_port = new, old.port
+        shutil.rmtree(old.data_directory)
+
+    def _make_standby(self) -> PostgresServer:
+        """A copy of the primary at the other address, not started yet."""
+        old = self.primary
+        execute(old.dsn(), "SELECT pg_create_physical_replication_slot('standby', true)")
+        directory = self._directory / f"source{len(self.left) + 2}"
+        directory.mkdir()
+        old.account.own(directory)
+        new = PostgresServer(directory, old.binaries, self._other_port, old.account)
+        subprocess.run(
+            [old.binaries / "pg_basebackup", "-d", old.dsn(), "-D", new.data_directory, "-c", "fast", "-N"],
+            check=True,
+            capture_output=True,
+            **old.account.popen_arguments(),
+        )
+        with (new.data_directory / "postgresql.conf").open("a") as file:
+            file.write(_STANDBY.format(port=new.port, primary=old.dsn()))
+        (new.data_directory / "standby.signal").touch()
+        old.account.own(new.data_directory / "standby.signal")
+        return new
