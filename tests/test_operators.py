@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 import threading
 import zipfile
@@ -332,3 +334,31 @@ def test_a_group_ends_with_members_that_ignore_sigterm_or_left_it(tmp_path: Path
 
     assert int((tmp_path / "pid").read_text()) in {member.pid for member in members}
     assert not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in members)
+
+
+SUPERVISED = """
+import subprocess, time
+from airflow_cdc_provider.hooks.process_group import ProcessGroup, ending_with_supervisor
+
+with ending_with_supervisor(), ProcessGroup() as group:
+    member = subprocess.Popen(["sleep", "600"], process_group=group.id, stdin=subprocess.DEVNULL)
+    print(member.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_task_and_its_group_end_with_the_supervisor() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        task = subprocess.Popen([sys.executable, "-c", SUPERVISED], stdin=theirs, stdout=subprocess.PIPE, text=True)
+    assert task.stdout is not None
+    try:
+        with ours, task.stdout:
+            member = psutil.Process(int(task.stdout.readline()))
+            ours.send(b"an answer")
+            assert task.poll() is None
+        assert task.wait(60) == 1
+    finally:
+        task.kill()
+    _, alive = psutil.wait_procs([member], timeout=60)
+    assert not alive

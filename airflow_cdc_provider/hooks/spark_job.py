@@ -34,7 +34,7 @@ from airflow.sdk.exceptions import AirflowException
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.errors import SparkUnusable
 from airflow_cdc_provider.hooks.cdc import find_connection
-from airflow_cdc_provider.hooks.process_group import ProcessGroup
+from airflow_cdc_provider.hooks.process_group import ProcessGroup, ending_with_supervisor
 
 PACKAGE = Path(airflow_cdc_provider.__file__).parent
 ENGINE_JOB = PACKAGE / "engine" / "job.py"
@@ -93,7 +93,7 @@ class SparkJobHook(SparkSubmitHook):
 
         :raises AirflowException: when the run was killed, whatever the exit code.
         """
-        with ProcessGroup() as group:
+        with ending_with_supervisor(), ProcessGroup() as group:
             self._group = group
             try:
                 self._application = application
