@@ -58,9 +58,10 @@ class Job:
 
     def processes(self, part: str) -> list[psutil.Process]:
         """Its processes of one kind: those of :func:`.airflow.part_of`, and for a task ``task`` and ``supervisor``."""
-        return [process for found, process in self._parts() if found == part]
+        return [process for found, process in self.parts() if found == part]
 
-    def _parts(self) -> Iterator[tuple[str, psutil.Process]]:
+    def parts(self) -> Iterator[tuple[str, psutil.Process]]:
+        """All its processes with their kinds."""
         if isinstance(self.command, DagRun):
             yield from self.command.parts()
             return
@@ -187,7 +188,7 @@ class Driver(Stoppable):
         job = self._job
         if job is None or not job.task or not job.command.running:
             return
-        family = job.command.processes()
+        family = [process for found, process in job.parts() if found != "supervisor"]
         self.expect_kill()
         for process in job.processes(part):
             with contextlib.suppress(psutil.NoSuchProcess):
