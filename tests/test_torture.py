@@ -159,15 +159,17 @@ def test_transaction_ids_of_a_timeline_that_was_left_are_given_out_again() -> No
 
 
 @pytest.mark.spark
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("seed", "mode"), [(1, "mirror"), (4, "changelog")])
+@pytest.mark.timeout(1800)
+# Chosen for their first steps, which are few and among the gravest; the nemesis has the time for them that it needs.
+@pytest.mark.parametrize(("seed", "mode"), [(31640, "mirror"), (17138, "changelog")])
 def test_a_seed(seed: int, mode: str, server_directory: Path) -> None:
     lines: list[str] = []
     directory = server_directory / f"torture-{seed}"
     directory.mkdir()
     directory.chmod(0o755)
-    report = torture(seed, 30, mode, directory, lines.append)
+    report = torture(seed, 20, mode, directory, lines.append, steps=4)
     assert report.wrong == [], "\n".join([*lines, *report.wrong])
+    assert {"fail over to a standby", "start over"} <= report.counts["those steps"].keys()
     # What has not been seen proves nothing.
     for seen in ("changes", "different consistent states seen", "steps of the nemesis"):
         assert report.counts[seen] > 0, (seen, report.counts)

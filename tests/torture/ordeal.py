@@ -33,6 +33,7 @@ _STUCK_SECONDS = 180.0
 _SIGHTS = 20
 """States of the consistent target that readers must have seen while writers were at work."""
 _SIGHTS_SECONDS = 120.0
+_STEPS_SECONDS = 600.0
 _SHOWN = 3
 _PIPELINE = "torture"
 
@@ -52,12 +53,15 @@ def mode_of(seed: int) -> str:
     return random.Random(f"{seed}/mode").choice(("mirror", "mirror", "changelog"))
 
 
-def torture(seed: int, seconds: float, mode: str, directory: Path, say: Callable[[str], None]) -> Report:
+def torture(
+    seed: int, seconds: float, mode: str, directory: Path, say: Callable[[str], None], steps: int = 0
+) -> Report:
     """Torture a pipeline.
 
     :param seconds: how long writers and nemesis are at work; the pipeline then gets what time it needs to catch up.
     :param directory: new and open to all users; servers, logs, pipeline file and state stay in it.
     :param say: told of what happens, as it happens.
+    :param steps: how many steps the nemesis does at least, however long that takes.
     """
     report, began = Report(seed, mode), time.monotonic()
 
@@ -75,7 +79,9 @@ def torture(seed: int, seconds: float, mode: str, directory: Path, say: Callable
             create_database(server, "torture")
         execute(databases.source, *SETUP, *(s for table in made for s in table.create()))
         execute(databases.target, *TARGET_SETUP)
-        _Ordeal(report, seed, mode, made, source, target, databases, directory / "pipeline", note).undergo(seconds)
+        _Ordeal(report, seed, mode, made, source, target, databases, directory / "pipeline", note).undergo(
+            seconds, steps
+        )
     report.counts["seconds"] = round(time.monotonic() - began)
     return report
 
@@ -133,11 +139,14 @@ class _Ordeal:
         pace = chance.choice((0.01, 0.05, 0.2))
         self._writers = [Writer(databases.source, seed, lane, made, pace) for lane in range(LANES)]
 
-    def undergo(self, seconds: float) -> None:
+    def undergo(self, seconds: float, steps: int) -> None:
         try:
             for thread in (*self._writers, self._observer, self._driver, self._nemesis):
                 thread.start()
             self._wait(seconds, lambda: False)
+            self._wait(
+                _STEPS_SECONDS, lambda: not self._nemesis.is_alive() or sum(self._nemesis.done.values()) >= steps
+            )
             self._nemesis.stop()
             # On a slow machine the mirror may have become consistent only now.
             self._wait(_SIGHTS_SECONDS, lambda: sum(s.consistent for s in self._observer.sights) >= _SIGHTS)
