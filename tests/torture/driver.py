@@ -180,21 +180,24 @@ class Driver(Stoppable):
         drivers = {process.pid for process in self.processes("driver")}
         return any(beat.owner.pid in drivers for beat in read_heartbeats(State(self._pipeline.pipeline.state)))
 
-    def kill_task(self, part: str) -> None:
+    def kill_task(self, part: str) -> bool:
         """Kill an Airflow task, or its supervisor, but not its job, which has to end; Airflow tries again.
 
         :param part: ``task`` or ``supervisor``.
+        :returns: whether there was one.
         """
         job = self._job
         if job is None or not job.task or not job.command.running:
-            return
+            return False
         family = [process for found, process in job.parts() if found != "supervisor"]
         self.expect_kill()
-        for process in job.processes(part):
+        killed = job.processes(part)
+        for process in killed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if not await_condition(lambda: not any(map(_lives, family)), END_SECONDS, interval=0.5):
             self.wrong.append(f"{part} of {job.command.title} was killed, and {family} live:\n{job.command.output()}")
+        return bool(killed)
 
     def end(self) -> None:
         """Let the job at hand end in peace, and start no other."""

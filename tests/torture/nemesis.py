@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import psycopg
@@ -27,6 +28,8 @@ from tests.torture.history import Truth
 from tests.torture.observer import Observer
 from tests.torture.schema import SPACE, Table
 from tests.torture.source import Source
+
+_T = TypeVar("_T")
 
 _PATIENCE = 20.0
 """Seconds that a step waits for progress at most: a pipeline that makes none may need the next step."""
@@ -127,6 +130,7 @@ class Nemesis(Stoppable):
         self._pipeline, self._driver, self._observer = pipeline, driver, observer
         self._tables = tables
         self._say = say
+        self._vain = False
         self.done = Counter[str]()
         self.wrong: list[str] = []
 
@@ -136,8 +140,12 @@ class Nemesis(Stoppable):
             if self._halt.is_set():
                 return
             self._say(f"nemesis: {step.action} ({step.marks} marks, {step.delay:g} s, {step.seconds:g} s)")
+            self._vain = False
             self._act(step)
-            self.done[step.action] += 1
+            if self._vain:
+                self._say("nemesis: in vain")
+            else:
+                self.done[step.action] += 1
 
     def _await(self, step: Step) -> None:
         wanted = self._observer.progress + step.marks
@@ -158,10 +166,11 @@ class Nemesis(Stoppable):
             with _halted(_family(server)):
                 self._halt.wait(step.seconds)
         elif step.action == "halt the walsender":
-            with _halted(self._walsenders()):
+            with _halted(self._await_some(self._walsenders)):
                 self._halt.wait(step.seconds)
         elif verb == "halt":
-            with _halted(self._driver.processes("driver" if rest == "the driver" else "reader")):
+            part = "driver" if rest == "the driver" else "reader"
+            with _halted(self._await_some(lambda: self._driver.processes(part))):
                 self._halt.wait(step.seconds)
         elif verb == "cut":
             self._cut(self._pipeline.databases.source if "source" in rest else self._pipeline.databases.target, step)
@@ -190,8 +199,20 @@ class Nemesis(Stoppable):
             self._driver.failpoint = self._failpoint(step)
             self._driver.kill()
 
+    def _await_some(self, find: Callable[[], list[_T]]) -> list[_T]:
+        """What a step concerns, which may be about to be started; without it the step is in vain."""
+        found: list[_T] = []
+
+        def some() -> bool:
+            found[:] = find()
+            return bool(found) or self._halt.is_set()
+
+        await_condition(some, _PATIENCE, interval=0.2)
+        self._vain = not found
+        return found
+
     def _kill(self, part: str) -> None:
-        processes = self._driver.processes(part)
+        processes = self._await_some(lambda: self._driver.processes(part))
         if processes:
             self._driver.expect_kill()
         for process in processes:
@@ -203,7 +224,7 @@ class Nemesis(Stoppable):
         self._driver.become_task()
         await_condition(lambda: self._halt.is_set() or self._driver.beats(), _TASK_SECONDS, interval=0.5)
         self._halt.wait(step.seconds)
-        self._driver.kill_task(part)
+        self._vain = not self._driver.kill_task(part)
 
     @staticmethod
     def _break(server: PostgresServer, verb: str) -> None:
@@ -222,7 +243,7 @@ class Nemesis(Stoppable):
         """End one or all of the pipeline's sessions."""
         with psycopg.connect(dsn, autocommit=True) as connection:
             query = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'airflow-cdc%' ORDER BY backend_start"
-            found = [pid for (pid,) in connection.execute(query)]
+            found = self._await_some(lambda: [pid for (pid,) in connection.execute(query)])
             chosen = found if step.pick % 3 == 0 else found[step.pick % len(found) :][:1] if found else []
             for pid in chosen:
                 connection.execute("SELECT pg_terminate_backend(%s)", [pid])
