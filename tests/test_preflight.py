@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.errors import (
     UnknownTable,
 )
 from airflow_cdc_provider.engine.preflight import Finding, preflight, require
-from airflow_cdc_provider.engine.publication import publication_sql
+from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
 from tests.conftest import Databases, ServerMaker
 
 ORDERS = "CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY, body text)"
@@ -357,3 +357,19 @@ def test_state_locations(document: dict[str, Any], tmp_path: Path) -> None:
     for state in (f"{tmp_path}/a b/c", "memory://somewhere/deep", f"file://{tmp_path}"):
         assert check(document, state=state)["state"].ok
     assert list(tmp_path.iterdir()) == [blocked]
+
+
+@pytest.mark.parametrize("change", ["RENAME body TO text", "DROP body"])
+def test_a_column_that_has_just_gone_is_not_what_a_publication_hides(
+    document: dict[str, Any], databases: Databases, change: str
+) -> None:
+    run(databases.source, "CREATE PUBLICATION airflow_cdc_shop FOR TABLE ONLY shop.orders")
+    pipeline = Pipeline.parse(document)
+    with connected(databases.source) as source:
+        captured = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        run(databases.source, f"ALTER TABLE shop.orders {change}")
+        assert published_otherwise(source, "airflow_cdc_shop", captured) == ([], [])
+        run(databases.source, "ALTER PUBLICATION airflow_cdc_shop SET TABLE ONLY shop.orders (id)")
+        hidden = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        _, different = published_otherwise(source, "airflow_cdc_shop", hidden)
+        assert len(different) == len(hidden[0].columns) - 1

@@ -84,8 +84,18 @@ def published_entries(connection: Connection, publication: str, tables: Sequence
 def published_otherwise(
     connection: Connection, publication: str, tables: Sequence[Table]
 ) -> tuple[list[Leaf], list[Leaf]]:
-    """The leaves that a publication lacks, and those of which it publishes other columns or rows than captured."""
-    details = "attnames::text[], rowfilter" if connection.info.server_version >= 150000 else "NULL, NULL"
+    """The leaves that a publication lacks, and those of which it publishes other columns or rows than captured.
+
+    A column that has been dropped or renamed since ``tables`` were read is not held against the publication.
+    """
+    # Columns that a leaf has and that are not published.
+    hidden = (
+        "ARRAY(SELECT a.attname::text FROM pg_catalog.pg_attribute a"
+        " JOIN pg_catalog.pg_class c ON c.oid = a.attrelid JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE n.nspname = schemaname AND c.relname = tablename AND a.attnum > 0 AND NOT a.attisdropped"
+        " AND a.attname <> ALL (attnames)), rowfilter"
+    )
+    details = hidden if connection.info.server_version >= 150000 else "'{}'::text[], NULL"
     query = f"SELECT schemaname, tablename, {details} FROM pg_catalog.pg_publication_tables WHERE pubname = %s"
     published = {(schema, table): rest for schema, table, *rest in rows(connection, query, [publication])}
     missing, different = [], []
@@ -95,9 +105,8 @@ def published_otherwise(
             if (leaf.schema, leaf.name) not in published:
                 missing.append(leaf)
                 continue
-            columns, where = published[leaf.schema, leaf.name]
-            lacks = columns is not None and not captured <= set(columns)
-            if lacks or not _same_rows(connection, leaf, table.where, where):
+            hides, where = published[leaf.schema, leaf.name]
+            if not captured.isdisjoint(hides) or not _same_rows(connection, leaf, table.where, where):
                 different.append(leaf)
     return missing, different
 
