@@ -24,7 +24,7 @@ _DAGS = Path(__file__).parent / "dags"
 _PIPELINE = "TORTURED_PIPELINE"
 _SETTINGS = {
     # A task whose supervisor is gone is missed soon.
-    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "15",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "20",
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "2",
     "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
     "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.5",
@@ -152,4 +152,4 @@ def part_of(line: Sequence[str]) -> str:
         return "guard"
     if any(argument.endswith("engine/job.py") for argument in line[1:2]):
         return "driver"
-    return "reader" if any("streaming" in argument for argument in line) else ""
+    return "reader" if "pyspark.sql.streaming.python_streaming_source_runner" in line else ""
