@@ -96,7 +96,7 @@ class DagRun:
         for line in self.said():
             with contextlib.suppress(psutil.Error, KeyError):
                 task, supervisor = map(psutil.Process, line["pids"])
-                if task.status() != psutil.STATUS_ZOMBIE:
+                if task.create_time() == line["born"] and task.status() != psutil.STATUS_ZOMBIE:  # no other of its id
                     yield "task", task
                     if task.ppid() == supervisor.pid:  # it goes on to other tasks
                         yield "supervisor", supervisor

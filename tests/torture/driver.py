@@ -281,8 +281,8 @@ class Driver(Stoppable):
             self._copied |= job.name != "resnapshot" and '"stream": null' not in outcome.stdout
         if self._job is None and end == "done":  # else another has begun meanwhile
             self._starting_over.clear()
-        elif left_behind or (self._job is None and end == "GateClosed"):
-            self._all_next = True  # it has broken off between the new slot and its record
+        elif self._job is None and end == "GateClosed":
+            self._all_next = True  # the repair that is named, also where one broke off between slot and record
 
     def _is_left_behind(self, error: Mapping[str, str]) -> bool:
         """Whether a failover has cost what the pipeline needs, and the repair is named."""

@@ -7,6 +7,7 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from airflow.sdk import DAG, TriggerRule
 
 from airflow_cdc_provider.engine.errors import CdcError
@@ -32,7 +33,8 @@ def say(context: Context, **what: Any) -> None:
 
 def note_start(context: Context) -> None:
     """Say which process the task is, and which supervises it."""
-    say(context, task=context["ti"].task_id, attempt=context["ti"].try_number, pids=[os.getpid(), os.getppid()])
+    process = psutil.Process()
+    say(context, task=context["ti"].task_id, pids=[process.pid, process.ppid()], born=process.create_time())
 
 
 def note_failure(context: Context) -> None:
