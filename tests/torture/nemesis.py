@@ -21,7 +21,7 @@ import psycopg
 import airflow_cdc_provider
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine.state import State, read_heartbeats
-from tests.pipelines import PipelineUnderTest
+from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.threads import Stoppable
 from tests.torture.driver import END_SECONDS, Driver
 from tests.torture.history import Truth
@@ -250,7 +250,8 @@ class Nemesis(Stoppable):
 
     def _fail_over(self, step: Step) -> None:
         """The source goes on at another address and on another timeline, more often than not without a farewell."""
-        slots = "torture_truth", self._pipeline.pipeline.source.slot
+        # That of a pipeline that does not get on never comes; nor may there be the time in the life of a server.
+        slots = {"torture_truth": SECONDS, self._pipeline.pipeline.source.slot: (2.0, 60.0)[step.pick % 2]}
         self._driver.source_moves()
         self._source.fail_over(step.pick % 3 == 0, self._truth.advance, slots)
 

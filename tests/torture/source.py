@@ -10,10 +10,8 @@ from pathlib import Path
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition, find_free_port
 from airflow_cdc_provider.engine.timeline import parse_history
 from tests.conftest import create_roles
-from tests.pipelines import SECONDS, execute, query_rows
+from tests.pipelines import execute, query_rows
 
-_SLOT_SECONDS = 20.0
-"""How long the pipeline's slot is waited for: of a pipeline that does not get on it never comes to the standby."""
 _STANDBY = """
 port = {port}
 primary_conninfo = '{primary}'
@@ -56,18 +54,18 @@ class Source:
         """Stop the primary."""
         self.primary.stop("immediate")
 
-    def fail_over(self, peaceful: bool, advance: Callable[[], None], slots: tuple[str, str]) -> None:
+    def fail_over(self, peaceful: bool, advance: Callable[[], None], slots: Mapping[str, float]) -> None:
         """Let a new standby take the place of the primary.
 
         :param peaceful: stop the primary, which then sends all that it has; otherwise it is killed, and what has been
             committed asynchronously may be lost.
-        :param advance: moves the first slot on, since it comes to the standby only where that can decode from.
-        :param slots: what to bring to the standby; the second only if it comes soon.
+        :param advance: moves slots on that nobody reads, since they come to the standby only where it can decode from.
+        :param slots: what to bring to the standby, with the seconds that it has for that.
         """
         old, new = self.primary, self._make_standby()
         execute(old.dsn(), *_SYNCHRONOUS)
         new.start()
-        for slot, seconds in zip(slots, (SECONDS, _SLOT_SECONDS), strict=True):
+        for slot, seconds in slots.items():
             condition = f"slot_name = '{slot}' AND synced AND NOT temporary"
             query = f"SELECT count(*) FROM pg_replication_slots WHERE {condition}"
 
@@ -76,8 +74,7 @@ class Source:
                 advance()
                 return query_rows(new.dsn(), query) == [(1,)]
 
-            come = await_condition(arrived, seconds, interval=0.2)
-            assert come or slot != slots[0], f"slot {slot} has not come to the standby:\n{new.log_tail()}"
+            await_condition(arrived, seconds, interval=0.2)
         if peaceful:
             old.stop("fast")
         else:
