@@ -208,7 +208,7 @@ class Driver(Stoppable):
             self._pipeline.start("stop").wait()
         else:
             self._job.command.terminate()
-        self._job.command.wait()
+        self._job.command.wait(END_SECONDS)
 
     # -- starts and ends ---------------------------------------------------------------------------
 
