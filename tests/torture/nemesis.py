@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 
 _PATIENCE = 20.0
 """Seconds that a step waits for progress at most: a pipeline that makes none may need the next step."""
+_SLOT_SECONDS = 240.0
+"""Seconds in which a stream has acknowledged so much that its slot comes to a standby, even on a slow machine."""
 _TASK_SECONDS = 90.0
 """Seconds in which a task of Airflow has come as far as Spark, even on a slow machine."""
 # Those that a pipeline passes by itself, again and again.
@@ -250,10 +252,14 @@ class Nemesis(Stoppable):
 
     def _fail_over(self, step: Step) -> None:
         """The source goes on at another address and on another timeline, more often than not without a farewell."""
-        # That of a pipeline that does not get on never comes; nor may there be the time in the life of a server.
-        slots = {"torture_truth": SECONDS, self._pipeline.pipeline.source.slot: (2.0, 60.0)[step.pick % 2]}
+        # A slot comes when the stream has acknowledged something. A server does not always live that long.
+        patience = (2.0, _SLOT_SECONDS)[step.pick % 2]
+        slots = {
+            "torture_truth": (SECONDS, self._truth.advance),
+            self._pipeline.pipeline.source.slot: (patience, lambda: None),
+        }
         self._driver.source_moves()
-        self._source.fail_over(step.pick % 3 == 0, self._truth.advance, slots)
+        self._source.fail_over(step.pick % 3 == 0, slots)
 
     def _second(self) -> None:
         """A second driver beside a living one must be refused."""

@@ -54,27 +54,27 @@ class Source:
         """Stop the primary."""
         self.primary.stop("immediate")
 
-    def fail_over(self, peaceful: bool, advance: Callable[[], None], slots: Mapping[str, float]) -> None:
+    def fail_over(self, peaceful: bool, slots: Mapping[str, tuple[float, Callable[[], object]]]) -> None:
         """Let a new standby take the place of the primary.
 
         :param peaceful: stop the primary, which then sends all that it has; otherwise it is killed, and what has been
             committed asynchronously may be lost.
-        :param advance: moves slots on that nobody reads, since they come to the standby only where it can decode from.
-        :param slots: what to bring to the standby, with the seconds that it has for that.
+        :param slots: what to bring to the standby, with the seconds that each has for that, and what moves it on if
+            nobody reads it: it comes only at a place that the standby can decode from.
         """
         old, new = self.primary, self._make_standby()
         execute(old.dsn(), *_SYNCHRONOUS)
         new.start()
-        for slot, seconds in slots.items():
+        for slot, (seconds, advance) in slots.items():
             condition = f"slot_name = '{slot}' AND synced AND NOT temporary"
             query = f"SELECT count(*) FROM pg_replication_slots WHERE {condition}"
 
-            def arrived(query: str = query) -> bool:
+            def arrived(query: str = query, advance: Callable[[], object] = advance) -> bool:
                 execute(old.dsn(), "SELECT pg_log_standby_snapshot()")
                 advance()
                 return query_rows(new.dsn(), query) == [(1,)]
 
-            await_condition(arrived, seconds, interval=0.2)
+            await_condition(arrived, seconds, interval=0.5)
         if peaceful:
             old.stop("fast")
         else:
