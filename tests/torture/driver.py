@@ -204,11 +204,18 @@ class Driver(Stoppable):
         self.stop()
         if self._job is None or not self._job.command.running:
             return
-        if isinstance(self._job.command, DagRun):
-            self._pipeline.start("stop").wait()
+        command = self._job.command
+        if isinstance(command, DagRun):
+
+            def ended() -> bool:
+                """Asked again, since an attempt that fails instead does not tell the next that it should stop."""
+                self._pipeline.start("stop").wait(END_SECONDS)
+                return not command.running
+
+            await_condition(ended, END_SECONDS, interval=10)
         else:
-            self._job.command.terminate()
-        self._job.command.wait(END_SECONDS)
+            command.terminate()
+        command.wait(END_SECONDS)
 
     # -- starts and ends ---------------------------------------------------------------------------
 
