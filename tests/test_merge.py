@@ -346,6 +346,8 @@ def test_a_half_is_dropped_if_its_chunk_sees_it(data: st.DataObject, base: int) 
         seen = {sees(s, xid) for s in snapshots}
         expected = Visibility.SOME if len(seen) == 2 else Visibility.ALL if seen == {True} else Visibility.NONE
         assert truncate_visibility(xid & MASK, snapshots) is expected
+        without_chunks = Visibility.SOME if True in seen else Visibility.NONE
+        assert truncate_visibility(xid & MASK, (), snapshots) is without_chunks
 
 
 def test_a_key_outside_of_all_chunks_is_an_error() -> None:

@@ -57,10 +57,9 @@ class TableFilter:
     snapshots: tuple[Snapshot, ...] = ()
     reread: Mapping[tuple[str, ...], Snapshot] = field(default_factory=dict)
 
-    @property
-    def all_snapshots(self) -> tuple[Snapshot, ...]:
-        """Of chunks and re-reads: a truncate that any of them sees must not remove what was read after it."""
-        return self.snapshots + tuple(set(self.reread.values()))
+    def truncate(self, xid: int) -> Visibility:
+        """Tell how much of the table was read after a truncate by a transaction."""
+        return truncate_visibility(xid, self.snapshots, tuple(set(self.reread.values())))
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Effect:
 class PieceEffects:
     """The effects of a piece, in the order in which they must be applied.
 
-    :param split_truncates: tables with a truncate that some of their chunks contain and others do not, or that
+    :param split_truncates: tables with a truncate that some of their rows were read after and others not, or that
         emptied some of their partitions: they have to be read again.
     """
 
@@ -116,7 +115,7 @@ def effects(
         key = tuple(_index(table, name) for name in table.key)
         truncated_at = -1
         for row in np.flatnonzero(changes.op == ord("t")):
-            visibility = truncate_visibility(int(changes.xid[row]), filter_.all_snapshots)
+            visibility = filter_.truncate(int(changes.xid[row]))
             if visibility is Visibility.SOME or (visibility is Visibility.NONE and len(table.leaves) > 1):
                 split_truncates.add(table.label)
             elif visibility is Visibility.NONE:
@@ -296,7 +295,7 @@ def _changelog_rows(
     op[moved & erased & ~written] = ord("d")
     stays = written | erased
     for row in np.flatnonzero(changes.op == ord("t")):
-        stays[row] = truncate_visibility(int(changes.xid[row]), filter_.all_snapshots) is not Visibility.ALL
+        stays[row] = filter_.truncate(int(changes.xid[row])) is not Visibility.ALL
 
     take = pa.array(np.flatnonzero(stays))
     deleted = pa.array(op == ord("d"))

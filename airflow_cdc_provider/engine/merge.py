@@ -164,12 +164,18 @@ def keep(
     return kept
 
 
-def truncate_visibility(xid: int, snapshots: Sequence[Snapshot]) -> Visibility:
-    """Tell what a truncate means: ALL drop it, NONE apply it, SOME read the table again."""
-    seen = seen_by(np.array([xid]), snapshots)[0]
-    if seen == 0:
-        return Visibility.NONE
-    return Visibility.ALL if seen == len(snapshots) else Visibility.SOME
+def truncate_visibility(xid: int, snapshots: Sequence[Snapshot], reread: Sequence[Snapshot] = ()) -> Visibility:
+    """Tell what a truncate means: ALL drop it, NONE apply it, SOME read the table again.
+
+    :param snapshots: of the table's chunks while they filter; together they hold the whole table.
+    :param reread: of re-reads of single keys. They may hold rows from after the truncate, which must stay, and say
+        nothing of all the other rows, which must go.
+    """
+    xids = np.array([xid])
+    seen = seen_by(xids, snapshots)[0]
+    if snapshots and seen == len(snapshots):  # whatever was read again was read later, and sees it too
+        return Visibility.ALL
+    return Visibility.SOME if seen or seen_by(xids, reread)[0] else Visibility.NONE
 
 
 def collapse(

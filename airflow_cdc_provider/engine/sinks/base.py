@@ -132,7 +132,7 @@ class StagedPiece:
     :param index: order of the piece in the batch.
     :param changes: row changes that the piece held, before filter and collapse.
     :param xids: the piece's transactions, distinct, as little-endian uint32.
-    :param split_truncates: tables with a truncate that some chunks contain and some do not.
+    :param split_truncates: see :class:`.effects.PieceEffects`.
     """
 
     start: str
