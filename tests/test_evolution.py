@@ -138,6 +138,16 @@ def test_whether_changes_fit(described: Table, fitting: bool) -> None:
     assert fits(BEFORE, relation(described)) == fitting
 
 
+def test_columns_that_are_published_and_not_captured() -> None:
+    """By a publication that somebody else has made."""
+    more = relation(table("1id:int 2a:int 3b:varchar(5) 4c:int"))
+    assert fits(table("1id:int 3b:varchar(5)", column_list=True), more)
+    assert not fits(table("1id:int 3b:text", column_list=True), more)
+    assert not fits(table("1id:int 5d:int", column_list=True), more)
+    assert fits(replace(BEFORE, generated=("c",)), more)
+    assert not fits(replace(BEFORE, generated=("d",)), more)
+
+
 def test_partitions_have_names_and_orders_of_their_own() -> None:
     root = replace(BEFORE, kind="p")
     assert fits(root, relation(replace(table("1id:int 3b:varchar(5) 2a:int"), name="t_1")))

@@ -167,6 +167,7 @@ def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: T
         kind=relation.kind,
         column_list=rule.columns is not None,
         attnums=relation.attnums,
+        generated=tuple(column.name for column, generated in catalog.columns[relation.oid] if generated),
     )
     if has_silent_identity(table):
         table = dataclasses.replace(table, key_constraint=catalog.key(relation, identity).constraint)

@@ -150,10 +150,11 @@ class Table:
     :param where: the rule's condition on the rows, ``None`` for all.
     :param leaves: in the order of their oids.
     :param kind: ``r`` an ordinary table, ``p`` a partitioned one.
-    :param column_list: whether the rule names the columns, so that the publication has to as well.
+    :param column_list: whether the rule names the columns; ours of the publication then does so, too.
     :param attnums: the highest number that a column of the table has had, also one that is gone.
     :param key_constraint: oid of the key's constraint (of its index when it has none) where the log does not tell that
         it was made anew; else 0.
+    :param generated: names of the generated columns, which somebody else's publication may stream from Postgres 18 on.
     """
 
     oid: int
@@ -168,6 +169,7 @@ class Table:
     column_list: bool = False
     attnums: int = field(default=0, compare=False)
     key_constraint: int = field(default=0, compare=False)
+    generated: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def label(self) -> str:
@@ -193,6 +195,7 @@ class Table:
                 "columns": tuple(map(Column.from_dict, values["columns"])),
                 "key": tuple(values["key"]),
                 "leaves": tuple(Leaf(**leaf) for leaf in values["leaves"]),
+                "generated": tuple(values.get("generated", ())),
             }
         )
 

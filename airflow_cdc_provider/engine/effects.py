@@ -182,16 +182,18 @@ def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Table]) -> list[t
 
 
 def _align(changes: Changes, table: Table) -> Changes:
-    """Bring the columns of a relation into the order of the captured ones."""
-    names = [column.name for column in changes.relation.columns]
+    """Bring the columns of a relation into the order of the captured ones, and leave out those that are not."""
+    columns = changes.relation.columns
+    names = [column.name for column in columns]
     order = [names.index(column.name) for column in table.columns]
-    if order == list(range(len(order))):
+    if order == list(range(len(names))):
         return changes
     return replace(
         changes,
+        relation=replace(changes.relation, columns=tuple(columns[i] for i in order)),
         new=tuple(changes.new[i] for i in order),
         old=None if changes.old is None else tuple(changes.old[i] for i in order),
-        unchanged={order.index(i): mask for i, mask in changes.unchanged.items()},
+        unchanged={place: changes.unchanged[i] for place, i in enumerate(order) if i in changes.unchanged},
     )
 
 

@@ -178,10 +178,17 @@ def decide(before: Table, after: Table | CdcError, relation: Relation | None = N
 def fits(table: Table, relation: Relation) -> bool:
     """Whether changes that the log describes so are changes of the table as it is defined.
 
-    Partitions may have their columns in another order than their root, and names of their own.
+    Partitions may have their columns in another order than their root, and names of their own. A publication that
+    somebody else has made may have columns that are not captured: those that the rule does not choose, and generated
+    ones.
     """
+    captured = {column.name for column in table.columns}
     defined = [(column.name, column.type_oid, column.type_modifier) for column in table.columns]
-    described = [(column.name, column.type_oid, column.type_modifier) for column in relation.columns]
+    described = [
+        (column.name, column.type_oid, column.type_modifier)
+        for column in relation.columns
+        if column.name in captured or not (table.column_list or column.name in table.generated)
+    ]
     if table.kind == "p":
         defined.sort()
         described.sort()
