@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine import commands, reread
-from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, ForeignTable
+from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, ForeignTable, StreamFailed
 from airflow_cdc_provider.engine.run import last_error
 from airflow_cdc_provider.engine.state import State
 from tests.conftest import Databases
@@ -122,6 +122,27 @@ def test_a_request_that_the_target_refuses_is_given_up(pipeline: PipelineUnderTe
     error = last_error(State(pipeline.pipeline.state))
     assert error is not None
     assert error["kind"] == kind
+
+
+LOSES_SESSIONS = (
+    "CREATE FUNCTION public.lose() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS"
+    " 'BEGIN PERFORM pg_catalog.pg_terminate_backend(pg_catalog.pg_backend_pid()); RETURN NULL; END'",
+    "CREATE TRIGGER lose BEFORE INSERT ON public.t EXECUTE FUNCTION public.lose()",
+)
+
+
+def test_a_request_survives_a_lost_session(pipeline: PipelineUnderTest) -> None:
+    """Otherwise the publication would say what the record does not, and the stream would refuse to go on."""
+    pipeline.change(source={"tables": [{"table": "public.t", "columns": ["id"]}]})
+    reread.request(pipeline.pipeline, ["public.t"], None)
+    pipeline.target(*LOSES_SESSIONS)
+    pipeline.source("INSERT INTO public.t VALUES (0, 'wakes the stream')")
+    with pytest.raises(StreamFailed, match=r"reading public\.t again"):
+        pipeline.apply()
+    pipeline.target("DROP FUNCTION public.lose CASCADE")
+    pipeline.apply()
+    assert State(pipeline.pipeline.state).names("requests") == []
+    assert pipeline.target_rows("SELECT * FROM public.t ORDER BY id") == [(i,) for i in range(11)]
 
 
 def test_requests_that_build_on_each_other(pipeline: PipelineUnderTest) -> None:

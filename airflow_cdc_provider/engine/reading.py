@@ -210,17 +210,30 @@ _SOLUTIONS = {
 """By SQLSTATE: what is wrong with a server that is otherwise well."""
 
 
+# Connection, rolled back for others, resources, not available now, operator, system.
+_OUTAGES = ("08", "40", "53", "55", "57", "58")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error of a database driver says that the server, or the way to it, fails, not what was asked of it."""
+    state = _sqlstate(error)
+    return state is None or state.startswith(_OUTAGES)
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    return getattr(error, "pgcode", None) or getattr(error, "sqlstate", None)
+
+
 def driver_failure(error: BaseException, where: str) -> StreamFailed:
     """An engine error for an error of a database driver."""
     text = str(error).strip()
     if isinstance(error, adbc_driver_manager.Error):
         text = text.rpartition("': ")[2]  # it begins with the query
-    state = getattr(error, "pgcode", None) or getattr(error, "sqlstate", None)
     return StreamFailed(
         f"{where}: {text.splitlines()[0] if text else type(error).__name__}",
         " ".join(
             [
-                _SOLUTIONS.get(state or "", "If it persists, look at the server's log."),
+                _SOLUTIONS.get(_sqlstate(error) or "", "If it persists, look at the server's log."),
                 "Start again: what has been committed stays, the rest is done anew.",
             ]
         ),

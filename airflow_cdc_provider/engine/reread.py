@@ -45,7 +45,7 @@ from airflow_cdc_provider.engine.ledger import write_ledger
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, plan_read
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, is_outage, plan_read
 from airflow_cdc_provider.engine.run import Run, existing_record, record_error, require_epoch
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
@@ -76,10 +76,11 @@ def request(pipeline: Pipeline, tables: list[str], where: str | None) -> str:
 def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, str | None]:
     """Carry out the requests that have been left.
 
-    What older transactions keep from being read stays requested. What cannot be read is given up, and said in the
-    state: the stream must not die of it again and again.
+    What older transactions keep from being read stays requested, and so does all of a request that an outage breaks
+    off. What cannot be read is given up, and said in the state: the stream must not die of it again and again.
 
     :returns: whether anything has been read again, and what requests wait for.
+    :raises StreamFailed: when a connection is lost, or a server has no room.
     """
     done, waiting = False, None
     for name in run.state.names(_REQUESTS):
@@ -95,7 +96,10 @@ def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, s
                 waiting = e.message
                 blocked.append(label)
             except DRIVER_ERRORS as e:
-                record_error(run.state, driver_failure(e, f"reading {label} again"))
+                failure = driver_failure(e, f"reading {label} again")
+                if is_outage(e):
+                    raise failure from e
+                record_error(run.state, failure)
             except (ConfigError, CannotFollow, ForeignTable, MissingPrivilege, TargetConflict, ValueRefused) as e:
                 record_error(run.state, e)
         if wanted and blocked:
