@@ -273,6 +273,9 @@ def test_a_condition_must_hold_what_postgres_can_filter_by(source: Connection) -
         find(source, TableRule("shop.t", where="nope > 1"))
     with pytest.raises(ConfigError, match="outside its key"):
         find(source, TableRule("shop.t", where="a > 1"))
+    with pytest.raises(ConfigError, match="not one SQL condition"):
+        find(source, TableRule("shop.t", where="true); DROP TABLE shop.t; SELECT (true"))
+    assert labels(source, "shop.t") == ["shop.t"]
 
     rows(source, "ALTER TABLE shop.t REPLICA IDENTITY FULL")
     assert find(source, TableRule("shop.t", where="a > 1"))[0].where == "a > 1"

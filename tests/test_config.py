@@ -86,6 +86,10 @@ def test_a_connection_may_be_json() -> None:
         ({"source__dsn": None}, ["source.dsn", "missing"]),
         ({"source__tables": []}, ["source.tables", "list"]),
         ({"source__tables": ["orders"]}, ["source.tables", "schema.table"]),
+        (
+            {"source__tables": [{"table": "public.t", "where": "true); DROP TABLE public.t; SELECT (1"}]},
+            ["source.tables", "one SQL condition", "parenthesis"],
+        ),
         ({"source__type": "oracle"}, ["source.type", "'oracle'", "postgres"]),
         ({"source__slot": "Über"}, ["source.slot", "Über"]),
         ({"sink__mode": "upsert"}, ["sink.mode", "'upsert'", "mirror, changelog"]),

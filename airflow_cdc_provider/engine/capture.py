@@ -23,7 +23,7 @@ from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.catalog import Catalog, Column, Leaf, Relation, Table, one_snapshot, read_relations
 from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import rows
+from airflow_cdc_provider.engine.connection import condition, rows
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, UncapturableTable, UnknownTable
 from airflow_cdc_provider.engine.evolution import has_silent_identity
 
@@ -266,8 +266,7 @@ def _check_where(connection: Connection, table: Table, where: str) -> None:
     stored = table.leaves[0] if table.leaves else Leaf(table.oid, table.schema, table.name)
     relation, name = sql.Identifier(stored.schema, stored.name), sql.Identifier(stored.name)
     key = sql.SQL(", ").join(map(sql.Identifier, table.key))
-    # The line break ends a comment in the condition.
-    tail = sql.SQL(" WHERE (") + sql.SQL(where) + sql.SQL("\n)")
+    tail = sql.SQL(" WHERE ") + condition(where)
     rule = f"source.tables: the condition {where!r} on {table.label}"
     try:
         rows(connection, sql.SQL("EXPLAIN SELECT FROM ONLY {}").format(relation) + tail)

@@ -26,7 +26,7 @@ from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.catalog import Column, Table
-from airflow_cdc_provider.engine.connection import rows, scalar
+from airflow_cdc_provider.engine.connection import condition, rows, scalar
 
 # Up to this size all keys are ranked: exact chunks for the price of one index or table scan.
 EXACT_BYTES = 256 << 20
@@ -284,12 +284,12 @@ def _leaves_query(
     table: Table, select: sql.Composable, conditions: Sequence[sql.Composable] = (), sample: str = ""
 ) -> sql.Composable:
     """``SELECT`` from each leaf by itself: a plain table name would include what inherits from it."""
-    where = [sql.SQL("(") + sql.SQL(table.where) + sql.SQL("\n)")] if table.where is not None else []
-    condition = sql.SQL(" AND ").join([*where, *conditions] or [sql.SQL("true")])
+    where = [condition(table.where)] if table.where is not None else []
+    chosen = sql.SQL(" AND ").join([*where, *conditions] or [sql.SQL("true")])
     return sql.SQL(" UNION ALL ").join(
         sql.SQL("SELECT {} FROM ONLY {}").format(select, sql.Identifier(leaf.schema, leaf.name))
         + sql.SQL(f"{sample} WHERE ")
-        + condition
+        + chosen
         for leaf in table.leaves
     )
 

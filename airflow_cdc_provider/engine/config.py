@@ -19,6 +19,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import yaml
 
+from airflow_cdc_provider.engine.condition import find_trouble
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.restart import Restart, Strategy
 
@@ -446,6 +447,8 @@ def _table_rule(entry: object) -> TableRule:
     where = entry.get("where")
     if where is not None and not isinstance(where, str):
         raise ValueError("where as an SQL condition")
+    if where is not None and (trouble := find_trouble(where)):
+        raise ValueError(f"where as one SQL condition ({trouble})")
     return TableRule(_pattern(entry.get("table")), tuple(columns) if columns else None, where)
 
 

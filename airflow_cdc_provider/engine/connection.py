@@ -16,7 +16,8 @@ import psycopg2
 import psycopg2.extensions
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.condition import find_trouble
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.liveness import watch
 
 Connection: TypeAlias = psycopg2.extensions.connection
@@ -218,7 +219,15 @@ def scalar(connection: Connection, query: Any, parameters: Any = None) -> Any:
 
 
 def condition(text: str) -> sql.Composable:
-    """A user's SQL condition in parentheses; the line break ends a comment that it may end in."""
+    """A user's SQL condition in parentheses; the line break ends a comment that it may end in.
+
+    :raises ConfigError: when it would leave the parentheses.
+    """
+    trouble = find_trouble(text)
+    if trouble is not None:
+        raise ConfigError(
+            f"{text!r} is not one SQL condition: {trouble}", "Write one condition on the table's columns."
+        )
     return sql.SQL("(") + sql.SQL(text) + sql.SQL("\n)")
 
 

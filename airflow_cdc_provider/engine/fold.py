@@ -27,7 +27,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import text_of
-from airflow_cdc_provider.engine.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, condition, rows, scalar
 from airflow_cdc_provider.engine.errors import UnknownTable
 
 UNKNOWN = "?"  # a cell of the target that equals every value
@@ -215,8 +215,7 @@ def _source(table: Table, content: sql.Composable, cells: sql.Composable, hashed
     leaves = [(leaf.schema, leaf.name) for leaf in table.leaves] or [(table.schema, table.name)]
     only = [sql.SQL("ONLY {}").format(sql.Identifier(*leaf)) for leaf in leaves]
     types = {column.name: column.type for column in table.columns}
-    # The line break ends a comment in the condition.
-    where = [sql.SQL("({}\n)").format(sql.SQL(table.where))] if table.where is not None else []
+    where = [condition(table.where)] if table.where is not None else []
     version = "ROW(tableoid, ctid, xmin)::text"
 
     def select(keys: Sequence[Key] | None) -> sql.Composable:

@@ -41,7 +41,7 @@ def published_leaf(connection: Connection, table: Table, leaf: Leaf) -> str:
         names = sql.SQL(", ").join(sql.Identifier(column.name) for column in table.columns)
         parts.append(sql.SQL(" ({})").format(names))
     if table.where is not None:
-        parts.append(sql.SQL(" WHERE (") + sql.SQL(table.where) + sql.SQL("\n)"))
+        parts.append(sql.SQL(" WHERE ") + condition(table.where))
     return sql.Composed(parts).as_string(connection)
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from airflow_cdc_provider.engine.barriers import Barriers, require_visible
 from airflow_cdc_provider.engine.capture import find
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import keys_condition, read_query, text_of
+from airflow_cdc_provider.engine.condition import find_trouble
 from airflow_cdc_provider.engine.config import Pipeline, TableRule
 from airflow_cdc_provider.engine.connection import Connection, condition, connected, rows
 from airflow_cdc_provider.engine.errors import (
@@ -46,7 +48,7 @@ from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, SnapshotReader, driver_failure, is_outage, plan_read
-from airflow_cdc_provider.engine.run import Run, existing_record, record_error, require_epoch
+from airflow_cdc_provider.engine.run import Run, existing_record, record_error, require_epoch, sink_of
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
 
@@ -130,14 +132,31 @@ def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> 
         raise GateClosed(f"the snapshot of {label} is not finished", "Run `airflow-cdc snapshot` first.")
     if not target.table.key:
         raise ConfigError(f"{label} has no key by which rows could be read again", "Leave --where out.")
-    try:
+    with _judged(label, where):
         with connected(pipeline.source.dsn) as source:
-            explain = sql.SQL("EXPLAIN ") + _matching_query(target.table, where)
-            rows(source, explain)
+            rows(source, sql.SQL("EXPLAIN ") + _matching_query(target.table, where))
+        sink_of(pipeline).check_condition(target, where)
+
+
+@contextmanager
+def _judged(label: str, where: str) -> Iterator[None]:
+    """Take what a server says against a statement for its judgement of the user's condition.
+
+    :raises ConfigError: with what it has said; before anything, when the condition is more than one.
+    """
+    if trouble := find_trouble(where):
+        raise ConfigError(
+            f"--where {where!r} is not one SQL condition on {label}: {trouble}",
+            "Give one SQL condition on its columns.",
+        )
+    try:
+        yield
     except psycopg2.Error as e:
+        if is_outage(e):
+            raise
         raise ConfigError(
             f"--where {where!r} is not a condition on {label}: {str(e).splitlines()[0]}",
-            "Give an SQL condition on its columns.",
+            "Give an SQL condition on its columns that can be told of each of its rows, on both sides.",
         ) from e
 
 
@@ -177,7 +196,8 @@ def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: 
     :param barriers: of the job's re-reads.
     :returns: rows written.
     :raises OlderTransactions: as long as transactions are open that are older than the stream's position.
-    :raises ConfigError: when neither the pipeline nor its file has such a table, or it cannot be captured.
+    :raises ConfigError: when neither the pipeline nor its file has such a table, it cannot be captured, or the
+        condition fails.
     :raises CannotFollow: when the target table does not let itself be changed as the source table was.
     :raises SchemaChanged: when the table is defined otherwise than recorded, and not all of it is to be read.
     """
@@ -187,7 +207,8 @@ def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: 
     with barriers.reading(label):
         with connected(run.pipeline.source.dsn) as source:
             barriers.put_up(source, label)
-            keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
+            with _judged(label, where):
+                keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
             query = _keys_query(target.table, keys)
             read = plan_read(source, run.pipeline.source.dsn, target.table, query, Origin.of(record.identity))
         reader = SnapshotReader(read)

@@ -262,6 +262,9 @@ class Sink(Protocol):
         :raises Fenced: when the epoch is another's.
         """
 
+    def check_condition(self, target: Target, where: str) -> None:
+        """Let the server judge a user's condition on a target's rows, without evaluating it for any; it raises."""
+
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
         """The keys of the target's rows that match an SQL condition; none in a changelog."""
 

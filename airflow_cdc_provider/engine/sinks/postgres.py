@@ -190,6 +190,12 @@ class PostgresSink(PostgresRecord):
             members[[others[place] for place, _ in self.members(target, sorted(keys), asked)]] = True
         return batch.filter(pa.array(members))
 
+    def check_condition(self, target: Target, where: str) -> None:
+        """See :meth:`.base.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
+        if self.mode == "mirror":
+            with connected(self.dsn) as connection:
+                TableStatements(connection, target).check_condition(where)
+
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
         """See :meth:`.base.Sink.matching_keys`."""
         if self.mode == "changelog":

@@ -100,6 +100,10 @@ class TableStatements:
             )
         return seq + 1
 
+    def check_condition(self, where: str) -> None:
+        """Let the server judge a condition on the rows."""
+        self._run("EXPLAIN SELECT FROM {table} WHERE {where}", where=condition(where))
+
     def matching_keys(self, where: str) -> frozenset[tuple[str, ...]]:
         """The keys of the rows that match a condition."""
         key = sql.SQL(", ").join(sql.SQL("format('%s', {})").format(self._names[i]) for i in self._key)
