@@ -26,7 +26,15 @@ from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import chunks
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.catalog import Column, Table
-from airflow_cdc_provider.engine.chunks import Chunk, chunk_of, plan, range_condition, read_query, text_of
+from airflow_cdc_provider.engine.chunks import (
+    Chunk,
+    chunk_of,
+    keys_condition,
+    plan,
+    range_condition,
+    read_query,
+    text_of,
+)
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connect, connected, rows, scalar
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
@@ -323,6 +331,38 @@ def test_a_key_that_outgrew_the_planned_type_is_not_cut(source: Connection) -> N
 
     assert chunk_of(source, text, [("abcd",)], arrays([("abcc",), ("abcd",), ("abce",)])).tolist() == [0, 1, 1]
     assert chunk_of(source, bit, [("101",)], arrays([("100",), ("111",)])).tolist() == [0, 1]
+
+
+def test_a_key_whose_domain_has_become_stricter(source: Connection) -> None:
+    """Its keys stay, and so do the bounds of the chunks."""
+    rows(
+        source,
+        'CREATE DOMAIN shop.base AS text COLLATE "C"; CREATE DOMAIN shop.d AS shop.base;'
+        " CREATE TABLE shop.t (k shop.d PRIMARY KEY); INSERT INTO shop.t VALUES ('a'), ('B'), ('c')",
+    )
+    table = resolved(source)
+    planned = plan(source, table, 1)
+    assert bounds(planned) == [("a",), ("c",)]
+    rows(source, "ALTER DOMAIN shop.d ADD CHECK (VALUE > 'x') NOT VALID")
+    check_cover(source, table, planned)
+    assert stored_keys(source, table, keys_condition(table, [("B",), ("b",)])) == [("B",)]
+
+
+def test_operators_in_a_schema_with_braces(source: Connection) -> None:
+    rows(
+        source,
+        """
+        CREATE SCHEMA "we{ird}"; ALTER EXTENSION citext SET SCHEMA "we{ird}";
+        CREATE TABLE shop.t (i int, k "we{ird}".citext, PRIMARY KEY (k, i));
+        INSERT INTO shop.t VALUES (1, 'a'), (1, 'B'), (2, 'b'), (1, 'c')
+        """,
+    )
+    try:
+        table = resolved(source)
+        check_cover(source, table, plan(source, table, 1))
+        assert stored_keys(source, table, keys_condition(table, [("A", "1"), ("A", "2")])) == [("a", "1")]
+    finally:
+        rows(source, 'ALTER EXTENSION citext SET SCHEMA public; DROP SCHEMA "we{ird}"')
 
 
 def test_integers_and_single_chunks_do_not_ask_the_database() -> None:

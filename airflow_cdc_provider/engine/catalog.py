@@ -62,12 +62,16 @@ SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypm
        t.oid < 16384 AND t.typnamespace = 'pg_catalog'::pg_catalog.regnamespace AND t.typtype <> 'd'
            AND (t.typelem = 0 OR e.oid < 16384 AND e.typnamespace = t.typnamespace),
        o.names, a.attnum, a.xmin::text, m.found[1], coalesce(pg_catalog.cardinality(m.found), 0) < 2, a.atttypmod,
+       pg_catalog.format_type(b.oid, -1) || CASE WHEN a.attcollation <> b.typcollation
+            THEN ' COLLATE ' || pg_catalog.quote_ident(cn.nspname) || '.' || pg_catalog.quote_ident(c.collname)
+            ELSE '' END,
        a.attgenerated <> ''
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
 LEFT JOIN missing m ON m.root = a.attrelid::int8 AND m.attname = a.attname
 LEFT JOIN btree o ON o.type = t.oid OR o.type IN (SELECT d.base FROM domains d WHERE d.type = t.oid)
 LEFT JOIN pg_catalog.pg_type e ON e.oid = t.typelem
+LEFT JOIN (domains d JOIN pg_catalog.pg_type b ON b.oid = d.base AND b.typtype <> 'd') ON d.type = t.oid
 LEFT JOIN pg_catalog.pg_collation c ON c.oid = a.attcollation
 LEFT JOIN pg_catalog.pg_namespace cn ON cn.oid = c.collnamespace
 WHERE a.attrelid = ANY (%s::pg_catalog.oid[]) AND a.attnum > 0 AND NOT a.attisdropped
@@ -102,6 +106,8 @@ class Column:
     :param missing: text of the value that rows from before the column have, ``None`` for null.
     :param uniform: whether they have it in all leaves.
     :param type_modifier: what ``type`` has in parentheses, as a number; -1 without.
+    :param beneath: for a domain the type that it is made of, as a cast takes it, with the column's collation. A row's
+        value need not be one of the domain any more: a constraint may have been added as NOT VALID.
     """
 
     name: str
@@ -116,6 +122,7 @@ class Column:
     missing: str | None = field(default=None, compare=False)
     uniform: bool = field(default=True, compare=False)
     type_modifier: int = field(default=-1, compare=False)
+    beneath: str | None = field(default=None, compare=False)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Column:

@@ -128,9 +128,7 @@ def keys_condition(table: Table, keys: Iterable[tuple[str, ...]]) -> sql.Composa
         for name, column in zip(names, table.key_columns, strict=True)
     )
     equal = sql.SQL(" AND ").join(
-        sql.SQL(f"{{}} OPERATOR({column.operators[_EQUAL] if column.operators else 'pg_catalog.='}) {{}}").format(
-            sql.Identifier(column.name), name
-        )
+        _applied(column.operators[_EQUAL] if column.operators else "pg_catalog.=", sql.Identifier(column.name), name)
         for column, name in zip(table.key_columns, names, strict=True)
     )
     return sql.SQL("EXISTS (SELECT FROM (SELECT {} FROM ROWS FROM ({}) AS k ({})) AS k WHERE {})").format(
@@ -234,8 +232,11 @@ def _unnest(columns: Iterable[Iterable[str]]) -> sql.Composable:
 def cast_key(value: sql.Composable, column: Column) -> sql.Composable:
     """A text cast to the column's type and collation, for comparisons at the source.
 
-    Not to its modifier: a key that came after ``varchar(5)`` became ``varchar(10)`` must not be cut to five.
+    Not to its modifier: a key that came after ``varchar(5)`` became ``varchar(10)`` must not be cut to five. Nor to a
+    domain, which may have become stricter than the keys that are there.
     """
+    if column.beneath is not None:
+        return sql.SQL("{}::{}").format(value, sql.SQL(column.beneath))
     bare = column.type
     if column.builtin:
         bare = re.sub(r"\([^)]*\)", "", bare)
@@ -258,14 +259,17 @@ def _compared(key: Sequence[Column], side: int, bound: Sequence[str]) -> sql.Com
         return sql.SQL(f"({{}}) {_SYMBOLS[side]} ({{}})").format(comma.join(names), comma.join(literals))
     # A row comparison takes all its operators from one schema, so that it has to be spelled out.
     operators = key[0].operators or tuple(f"pg_catalog.{symbol}" for symbol in _SYMBOLS)
-    less, equal, wanted = (
-        sql.SQL(f"{{}} OPERATOR({operators[n]}) {{}}").format(names[0], literals[0]) for n in (_LESS, _EQUAL, side)
-    )
+    less, equal, wanted = (_applied(operators[n], names[0], literals[0]) for n in (_LESS, _EQUAL, side))
     if len(key) == 1:
         return wanted
     rest = _compared(key[1:], side, bound[1:])
     strictly = less if side == _LESS else sql.SQL("NOT ({} OR {})").format(less, equal)
     return sql.SQL("({} OR {} AND {})").format(strictly, equal, rest)
+
+
+def _applied(operator: str, one: sql.Composable, other: sql.Composable) -> sql.Composable:
+    """An operator between two values; its schema's name may have braces."""
+    return sql.SQL("{} OPERATOR({}) {}").format(one, sql.SQL(operator), other)
 
 
 def _aliases(table: Table) -> list[Column]:

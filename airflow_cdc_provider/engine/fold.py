@@ -214,7 +214,7 @@ def _source(table: Table, content: sql.Composable, cells: sql.Composable, hashed
     """The rows that the table's condition captures, read from its leaves."""
     leaves = [(leaf.schema, leaf.name) for leaf in table.leaves] or [(table.schema, table.name)]
     only = [sql.SQL("ONLY {}").format(sql.Identifier(*leaf)) for leaf in leaves]
-    types = {column.name: column.type for column in table.columns}
+    types = {column.name: column.beneath or column.type for column in table.columns}
     where = [condition(table.where)] if table.where is not None else []
     version = "ROW(tableoid, ctid, xmin)::text"
 
@@ -254,7 +254,7 @@ def _at(table: Table, types: Mapping[str, str], key: sql.Composable, keys: Seque
     width = range(len(table.key or table.columns))
     if not table.key or any(column.operators for column in table.key_columns):
         return _among(key, _array(sql.SQL(f"texts ->> {place}") for place in width), keys)
-    texts = [sql.SQL(f"CAST(texts ->> {place} AS {types[name]})") for place, name in enumerate(table.key)]
+    texts = [sql.SQL(f"(texts ->> {place})::{types[name]}") for place, name in enumerate(table.key)]
     return _among(_list(map(sql.Identifier, table.key)), _list(texts), keys)
 
 
