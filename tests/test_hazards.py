@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import adbc_driver_postgresql.dbapi as adbc
 import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.connection import connected, scalar, session_dsn
 from airflow_cdc_provider.engine.errors import Blocked
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.pgoutput import decode
@@ -176,6 +177,17 @@ def test_a_policy_hides_rows_from_the_read_and_not_from_the_stream(make_pipeline
                 query_rows(f"{reader}?options=-c%20row_security%3Doff", "SELECT count(*) FROM public.t")
         finally:
             pipeline.source(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+
+
+def test_a_database_whose_transactions_are_serializable(databases: Databases) -> None:
+    """Commits of chunks beside each other would fail, and so would a fence that has to wait for another's."""
+    name = databases.source.rpartition("/")[2]
+    execute(databases.source, f"ALTER DATABASE {name} SET default_transaction_isolation = serializable")
+    with connected(databases.source) as connection, adbc.connect(session_dsn(databases.source, "test")) as reading:
+        assert scalar(connection, "SHOW transaction_isolation") == "read committed"
+        with reading.cursor() as cursor:
+            cursor.execute("SELECT current_setting('transaction_isolation')")
+            assert cursor.fetchone() == ("read committed",)
 
 
 def test_settings_of_a_role_change_the_texts_of_the_stream(make_pipeline: Make) -> None:

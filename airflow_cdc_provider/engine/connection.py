@@ -36,6 +36,8 @@ SESSION = {
     "quote_all_identifiers": "off",
     "standard_conforming_strings": "on",
     "search_path": "pg_catalog",
+    # A stricter one would let commits beside each other fail, and statements of a session see an old snapshot.
+    "default_transaction_isolation": r"read\ committed",
     # What a role or a database sets against its own forgetful clients would end long reads and commits.
     "statement_timeout": "0",
     "lock_timeout": "0",
