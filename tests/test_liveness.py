@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
 
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import liveness
+from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import StreamFailed
 from airflow_cdc_provider.engine.liveness import Calls, find_trouble
 from tests.conftest import Databases
@@ -53,6 +56,15 @@ def test_a_long_call_to_a_server_that_answers_goes_on(databases: Databases) -> N
     threading.Timer(1.0, over.set).start()
     assert calls(over.wait)
     calls.end()
+
+
+def test_a_session_may_be_with_any_host_of_a_dsn(databases: Databases) -> None:
+    there, here = (urlsplit(dsn) for dsn in (databases.target, databases.source))
+    both = here._replace(netloc=f"{there.netloc},{here.netloc.rpartition('@')[2]}", path="/postgres").geturl()
+    with connected(here._replace(path="/postgres").geturl()) as session:
+        pid = session.info.backend_pid
+        assert find_trouble(both, pid) is None
+    assert await_condition(lambda: find_trouble(both, pid) == "the server does not know it", 60)
 
 
 def test_every_host_of_a_dsn_has_its_port(databases: Databases, mute: int) -> None:

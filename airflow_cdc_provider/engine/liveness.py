@@ -112,31 +112,41 @@ def find_trouble(dsn: str, pid: int | None, host: str | None = None, port: int |
     """Ask a server whether it works, and whether a session of it exists.
 
     :param pid: the session's backend; ``None`` to ask no more than whether the server answers.
-    :param host: which server to ask if ``dsn`` names several.
-    :returns: what is wrong; ``None`` when nothing is, or when the server says that it cannot tell.
+    :param host: which server to ask if ``dsn`` names several; without it the session may be any one's.
+    :returns: what is wrong; ``None`` when nothing is, or when a server says that it cannot tell.
     """
     parameters = psycopg2.extensions.parse_dsn(dsn)
     hosts, ports = (host or parameters.get("host", "localhost")), str(port or parameters.get("port", 5432))
     addresses = zip(hosts.split(","), itertools.cycle(ports.split(",")), strict=False)
-    if not any(_answers(each, int(number)) for each, number in addresses):
+    answering = [(each, number) for each, number in addresses if _answers(each, int(number))]
+    if not answering:
         return "the server does not answer"
-    if pid is None:
+    if pid is None or any(_may_have(parameters | {"host": each, "port": number}, pid) for each, number in answering):
         return None
-    parameters |= {"host": hosts, "port": ports, "connect_timeout": str(ANSWER_SECONDS)}
-    target = psycopg2.extensions.make_dsn(**parameters)
+    return "the server does not know it"
+
+
+def _may_have(parameters: dict[str, str], pid: int) -> bool:
+    """Whether a server has a session of this role in this database, or does not say so."""
+    # Whatever the server has become by now, a standby for one.
+    given = {"connect_timeout": str(ANSWER_SECONDS), "target_session_attrs": "any"}
+    target = psycopg2.extensions.make_dsn(**parameters | given)
     try:
         connection = psycopg2.connect(target, options="-c statement_timeout=10s")
     except psycopg2.Error:  # it works, but is full, or no longer open to this role
-        return None
+        return True
     try:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s)", [pid])
-            found = cursor.fetchone()
+            cursor.execute(
+                "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s"
+                " AND datname = current_database() AND usename = session_user)",
+                [pid],
+            )
+            return cursor.fetchone() == (True,)
     except psycopg2.Error:
-        return None
+        return True
     finally:
         connection.close()
-    return None if found == (True,) else "the server does not know it"
 
 
 def _answers(host: str, port: int) -> bool:
