@@ -40,6 +40,28 @@ def test_columns_that_the_rule_does_not_choose(databases: Databases, tmp_path: P
     assert_followed(pipeline, "ALTER TABLE public.t RENAME more TO other")
 
 
+def test_a_rule_that_chooses_fewer_columns_than_before(databases: Databases, tmp_path: Path) -> None:
+    """The publication of another owner has them still, and need not be changed."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    name = pipeline.pipeline.source.publication
+    pipeline.source(
+        "CREATE TABLE public.t (id int PRIMARY KEY, more int, body text)",
+        "INSERT INTO public.t SELECT n, n, 'old' FROM generate_series(1, 20) n",
+        f"CREATE PUBLICATION {name} FOR TABLE public.t",
+        f"ALTER PUBLICATION {name} OWNER TO postgres",
+    )
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.apply()
+    pipeline.change(source={"tables": [{"table": "public.t", "columns": ["id", "body"]}]})
+    commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+    high = pipeline.record.high
+    pipeline.source("UPDATE public.t SET body = 'new' WHERE id = 3")
+    pipeline.apply()
+    pipeline.assert_verified()
+    assert pipeline.record.high == high
+
+
 def test_generated_columns(databases: Databases, make_server: ServerMaker, tmp_path: Path) -> None:
     pair = Databases(make_server("18").dsn(), databases.target)
     pipeline = PipelineUnderTest(tmp_path, pair, ["public.t"], pipeline="generated", sink={"mode": "changelog"})

@@ -130,13 +130,16 @@ def _same_rows(connection: Connection, leaf: Leaf, captured: str | None, publish
 def publish_anew(connection: Connection, publication: str, before: Table | None, table: Table) -> dict[str, str]:
     """Publish a table that is going to be read whole, with the columns and condition of its rule.
 
+    A publication of somebody else that has all of that, and maybe more columns, stays as it is.
+
     :param before: as it was published until now.
     :returns: see :func:`published_entries`.
     :raises MissingPrivilege: when it is published otherwise, and the role may not change that.
     """
-    if before is not None and _chosen(before) != _chosen(table):
+    otherwise = published_otherwise(connection, publication, [table])[1]
+    if before is not None and _chosen(before) != _chosen(table) and (otherwise or _is_ours(connection, publication)):
         unpublish(connection, publication, before)
-    elif published_otherwise(connection, publication, [table])[1]:
+    elif otherwise:
         unpublish(connection, publication, table)
     create_publication(connection, publication, [table])
     entries = published_entries(connection, publication, [table])
@@ -198,6 +201,11 @@ def unpublish(connection: Connection, publication: str, table: Table) -> None:
 
 def drop_publication(connection: Connection, publication: str) -> None:
     """Remove the publication, if it exists and is ours: what somebody else has made since then under its name stays."""
-    ours = "SELECT 1 FROM pg_publication WHERE pubname = %s AND pg_has_role(pubowner, 'USAGE')"
-    if rows(connection, ours, [publication]):
+    if _is_ours(connection, publication):
         rows(connection, sql.SQL("DROP PUBLICATION {}").format(sql.Identifier(publication)))
+
+
+def _is_ours(connection: Connection, publication: str) -> bool:
+    """Whether a publication exists and the role may change it."""
+    ours = "SELECT 1 FROM pg_publication WHERE pubname = %s AND pg_has_role(pubowner, 'USAGE')"
+    return bool(rows(connection, ours, [publication]))
