@@ -19,11 +19,14 @@ from psycopg import pq
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition, find_free_port
 from airflow_cdc_provider.engine import commands, wal
 from airflow_cdc_provider.engine.attempts import keep_trying
+from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError, GateClosed, StreamFailed
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.reading import SnapshotReader
 from airflow_cdc_provider.engine.run import Run, run_part
 from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.source import SlotStreamReader
+from airflow_cdc_provider.engine.stream import StreamJob
 from airflow_cdc_provider.engine.timeline import Switch, left_at, parse_history, read_history
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest, apply_stream, chunk_task, execute, follow_log, query_rows
@@ -308,6 +311,32 @@ def test_an_address_that_moves_to_another_cluster_after_the_gate(
     with pytest.raises(GateClosed, match="is not the one that the sink was filled from"):
         stream_through(pipeline, monkeypatch, lambda: address.lead_to(other.port))
     assert (content(pipeline), pipeline.record.applied) == before
+
+
+def test_an_address_that_moves_after_the_reader_has_connected(
+    pipeline: PipelineUnderTest, primary: PostgresServer, standby: PostgresServer, address: Proxy
+) -> None:
+    """The old primary lives on, as in a partition. What the new one says does not vouch for what the old one writes."""
+    synchronise(pipeline, standby)
+    with run_part(pipeline.pipeline, "stream", None) as (run, record):
+        job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
+        reader = SlotStreamReader(job._source_options())
+        try:
+            reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())  # connects
+            execute(standby.dsn(), "SELECT pg_promote()")
+            address.lead_to(standby.port)
+            with connected(run.pipeline.source.dsn) as source, pytest.raises(StreamFailed, match="timeline 2"):
+                job._gate(source)
+            with run_part(pipeline.pipeline, "snapshot-0", run.epoch) as (_, seen):
+                assert seen.identity["timeline"] == 1, "that of the stream's reader"
+        finally:
+            reader.stop()
+    pipeline.source("UPDATE public.t SET body = 'on the old primary' WHERE id = 12")
+    pipeline.databases = Databases(standby.dsn(), pipeline.databases.target)
+    pipeline.source(*LOST)
+    pipeline.apply()
+    assert pipeline.record.identity["timeline"] == 2
+    pipeline.assert_verified()
 
 
 def test_a_slot_that_is_moved_after_the_gate(

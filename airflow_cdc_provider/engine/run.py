@@ -280,7 +280,10 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     if part != RESNAPSHOT:
         require_targets(sink, record)
     # Parts of a run share the record's row with chunks in flight: they write to it only what they cannot do without.
-    if (part == STREAM or "timeline" in passage.news(record)) and note_passage(sink, record, passage):
+    # One that has nothing to read leaves it alone, as a stream may be at work, and on the timeline that stands there.
+    reads = part == RESNAPSHOT or bool(record.unfinished)
+    noted = part == STREAM or (reads and "timeline" in passage.news(record))
+    if noted and note_passage(sink, record, passage):
         record = existing_record(pipeline)
     return record
 

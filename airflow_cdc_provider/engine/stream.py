@@ -21,10 +21,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine import errors
-from airflow_cdc_provider.engine.connection import Connection, connected, describe
+from airflow_cdc_provider.engine.connection import Connection, connected, describe, row
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.gate import Passage, gate
-from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
@@ -73,6 +73,7 @@ class StreamJob:
         self._sink = run.sink
         self._report = report
         self._began = record.applied
+        self._origin = Origin.of(record.identity)
         self._units = Units(run, record)
         self._unit = threading.Lock()
         self._stopped = False
@@ -123,7 +124,7 @@ class StreamJob:
             pipeline.source.dsn,
             pipeline.source.slot,
             pipeline.source.publication,
-            Origin.of(self._units.record.identity),
+            self._origin,
             self._units.applied,
             pipeline.stream.max_batch_bytes,
             pipeline.stream.heartbeat,
@@ -142,7 +143,12 @@ class StreamJob:
         )
 
     def _gate(self, source: Connection) -> SlotState:
-        """Look whether the source can still continue; what was seen the time before, it has saved by now."""
+        """Look whether the source can still continue; what was seen the time before, it has saved by now.
+
+        :raises StreamFailed: when this is another server than the log is read from: a passage here says nothing of that
+            one, and its timeline in the record would vouch for what has been applied of another.
+        """
+        self._origin.require(row(source, f"SELECT {QUERY}"), self._pipeline.source.dsn)
         passage = gate(source, self._pipeline.source, self._units.record, lambda: self._units.applied)
         self._seen, self._passage = self._passage, passage
         return passage.slot
