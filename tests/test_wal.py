@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psycopg
 import pytest
@@ -19,11 +20,13 @@ from airflow_cdc_provider.engine import wal
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import ConnectionFailed
+from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
 from airflow_cdc_provider.engine.wal import WalReader, open_replication
 from tests.conftest import Databases, ServerMaker
+from tests.pipelines import SECONDS, execute, transaction
 
 UNLIMITED = 1 << 62
 
@@ -196,6 +199,26 @@ def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: Server
             after = end
     assert total == 30000
     assert largest <= 1 << 20
+
+
+@pytest.mark.slow
+def test_a_walsender_that_is_at_work_may_be_silent(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the timeout: here it waits for a lock, as one of before Postgres 16 for the end of a rewrite."""
+    answers: list[str | None] = []
+
+    def asked(*arguments: Any) -> str | None:
+        answers.append(find_trouble(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(wal, "find_trouble", asked)
+    execute(databases.source, f"ALTER DATABASE {databases.source.rpartition('/')[2]} SET wal_sender_timeout = '1s'")
+    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+        with transaction(databases.source, "LOCK TABLE pg_publication_rel IN ACCESS EXCLUSIVE MODE"):
+            execute(databases.source, "INSERT INTO public.t VALUES (1, 'x')")
+            assert await_condition(lambda: len(answers) > 1, SECONDS)
+        end = reader.reach(emit_marker(source, "test"))
+        assert sum(len(c.op) for piece in reader.take(Position(start), end) for c in decode(piece)) == 1
+    assert answers == [None] * len(answers)
 
 
 def test_each_host_of_a_dsn_is_given_its_time(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:

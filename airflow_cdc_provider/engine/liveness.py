@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -108,11 +108,14 @@ def _question(watched: _Watched, host: str, port: int) -> None:
     watched.busy_since, watched.questioned = None, False
 
 
-def find_trouble(dsn: str, pid: int | None, host: str | None = None, port: int | None = None) -> str | None:
+def find_trouble(
+    dsn: str, pid: int | None, host: str | None = None, port: int | None = None, idle: Collection[str] = ()
+) -> str | None:
     """Ask a server whether it works, and whether a session of it exists.
 
     :param pid: the session's backend; ``None`` to ask no more than whether the server answers.
     :param host: which server to ask if ``dsn`` names several; without it the session may be any one's.
+    :param idle: types of wait events in which the session must not be found, as it would have answered before.
     :returns: what is wrong; ``None`` when nothing is, or when a server says that it cannot tell.
     """
     parameters = psycopg2.extensions.parse_dsn(dsn)
@@ -121,32 +124,36 @@ def find_trouble(dsn: str, pid: int | None, host: str | None = None, port: int |
     answering = [(each, number) for each, number in addresses if _answers(each, int(number))]
     if not answering:
         return "the server does not answer"
-    if pid is None or any(_may_have(parameters | {"host": each, "port": number}, pid) for each, number in answering):
+    if pid is None:
         return None
-    return "the server does not know it"
+    troubles = [_trouble(parameters | {"host": each, "port": number}, pid, idle) for each, number in answering]
+    return None if None in troubles else troubles[0]
 
 
-def _may_have(parameters: dict[str, str], pid: int) -> bool:
-    """Whether a server has a session of this role in this database, or does not say so."""
+def _trouble(parameters: dict[str, str], pid: int, idle: Collection[str]) -> str | None:
+    """What a server says against a session of this role in this database; ``None`` also when it does not tell."""
     # Whatever the server has become by now, a standby for one.
     given = {"connect_timeout": str(ANSWER_SECONDS), "target_session_attrs": "any"}
     target = psycopg2.extensions.make_dsn(**parameters | given)
     try:
         connection = psycopg2.connect(target, options="-c statement_timeout=10s")
     except psycopg2.Error:  # it works, but is full, or no longer open to this role
-        return True
+        return None
     try:
         with connection.cursor() as cursor:
             cursor.execute(
-                "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s"
-                " AND datname = current_database() AND usename = session_user)",
+                "SELECT wait_event_type FROM pg_stat_activity WHERE pid = %s"
+                " AND datname = current_database() AND usename = session_user",
                 [pid],
             )
-            return cursor.fetchone() == (True,)
+            found = cursor.fetchone()
     except psycopg2.Error:
-        return True
+        return None
     finally:
         connection.close()
+    if found is None:
+        return "the server does not know it"
+    return "the server has nothing to do for it" if found[0] in idle else None
 
 
 def _answers(host: str, port: int) -> bool:

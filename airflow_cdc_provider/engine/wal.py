@@ -3,8 +3,10 @@
 When the buffer is full the reading thread stops, and TCP's back-pressure
 reaches the walsender. Status messages go out unasked all the while, also then,
 because a walsender that hears nothing for ``wal_sender_timeout`` hangs up. The
-same holds the other way round: a server that is asked to reply and sends nothing
-for that time is taken for gone.
+other way round, silence for that time is no proof: before Postgres 16 a walsender
+says nothing while it decodes what is not published, such as the refresh of a large
+materialized view, and it would do so again. So the server is then asked, on a
+connection of its own, whether the walsender is at work.
 
 psycopg's ``PGconn`` is used because it sends only what we send. psycopg2's
 replication cursor acknowledges on its own when a keepalive comes, and has been
@@ -38,6 +40,7 @@ from airflow_cdc_provider.engine.connection import (
     session_dsn,
 )
 from airflow_cdc_provider.engine.errors import ProtocolError, StreamFailed
+from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
@@ -46,6 +49,7 @@ from airflow_cdc_provider.engine.slot import read_slot
 _ANSWER_SECONDS = 60.0
 _PATIENCE_SECONDS = 300.0
 _HEADER = 25  # of XLogData: kind, start, end, time
+_IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
 
 
 class WalReader:
@@ -80,11 +84,11 @@ class WalReader:
         self._closing = False
         self._connection: PGconn = open_replication(dsn, f"airflow-cdc {slot}")
         try:
-            pid = _require_origin(self._connection, dsn, origin)
+            self._dsn, self._pid = dsn, _require_origin(self._connection, dsn, origin)
             _start_replication(self._connection, slot, publication, start)
             with connected(dsn) as control:
                 if origin is not None:
-                    _require_slot(control, dsn, slot, pid, start)
+                    _require_slot(control, dsn, slot, self._pid, start)
                 self._silence = _sender_timeout(control)
         except BaseException:
             self._connection.finish()
@@ -165,13 +169,12 @@ class WalReader:
         connection, socket = self._connection, self._connection.socket
         sent_at, sent = 0.0, 0
         heard = asked = time.monotonic()
+        question: _Question | None = None
         while not self._closing:
             now = time.monotonic()
-            if now - heard > self._silence:
-                raise StreamFailed(
-                    f"the server has sent nothing for {self._silence:g} seconds, although it was asked to",
-                    "Start again: the stream goes on from the last commit. If it persists, look at network and server.",
-                )
+            if question is None and now - heard > self._silence:
+                question = _Question(self._dsn, self._pid, connection)
+            answered = question is not None and not question.is_alive()
             if now - max(heard, asked) > self._silence / 3:
                 self._ask_reply, asked = True, now
             if self._acknowledged != sent or self._ask_reply or time.monotonic() - sent_at > self._status_interval:
@@ -180,7 +183,7 @@ class WalReader:
                 self._send_status(sent, reply)
             full = self._buffer.bytes >= self._buffer_bytes
             if full:
-                heard = time.monotonic()  # who does not listen cannot complain
+                heard, question = time.monotonic(), None  # who does not listen cannot complain
             elif self._receive():
                 continue
             waiting = [self._wake_read] if full else [self._wake_read, socket]
@@ -189,7 +192,16 @@ class WalReader:
                 os.read(self._wake_read, 4096)
             if socket in ready:
                 connection.consume_input()
-                heard = time.monotonic()
+                heard, question = time.monotonic(), None
+            elif question is not None and answered:
+                if question.trouble is not None:
+                    raise StreamFailed(
+                        f"the server has sent nothing for {self._silence:g} seconds, although it was asked to, and"
+                        f" {question.trouble}",
+                        "Start again: the stream goes on from the last commit. If it persists, look at network and"
+                        " server.",
+                    )
+                heard, question = time.monotonic(), None  # it works; asked again if it goes on to say nothing
 
     def _receive(self) -> bool:
         """Move what libpq holds into the buffer; true if there may be more at once."""
@@ -225,6 +237,22 @@ class WalReader:
         position = max(self._buffer.position, flushed)
         self._connection.put_copy_data(struct.pack(">cqqqqB", b"r", position, flushed, flushed, now, ask_reply))
         self._connection.flush()
+
+
+class _Question(threading.Thread):
+    """A server is asked whether a walsender is at work. In a thread: that takes its time, and status has to go out.
+
+    :ivar trouble: the answer, once the thread has ended; see :func:`.find_trouble`.
+    """
+
+    def __init__(self, dsn: str, pid: int, connection: PGconn) -> None:
+        super().__init__(name="wal-question", daemon=True)
+        self.trouble: str | None = None
+        self._arguments = dsn, pid, connection.host.decode(), int(connection.port)
+        self.start()
+
+    def run(self) -> None:
+        self.trouble = find_trouble(*self._arguments, _IDLE)
 
 
 def open_replication(dsn: str, application: str) -> PGconn:

@@ -148,8 +148,8 @@ def frozen(scene: Scene) -> AbstractContextManager[None]:
     return proxy.frozen()
 
 
-def halted(side: str, which: Callable[[psutil.Process], bool] = lambda process: True) -> Outage:
-    """Processes of a server are stopped: the kernel goes on to answer for them."""
+def halted(side: str) -> Outage:
+    """All processes of a server are stopped: the kernel goes on to answer for them."""
 
     @contextmanager
     def outage(scene: Scene) -> Iterator[None]:
@@ -157,14 +157,12 @@ def halted(side: str, which: Callable[[psutil.Process], bool] = lambda process: 
         assert server._process is not None
         family = [psutil.Process(server._process.pid)]
         family += family[0].children(recursive=True)
-        chosen = [process for process in family if which(process)]
-        assert chosen
-        for process in chosen:
+        for process in family:
             process.suspend()
         try:
             yield
         finally:  # the server serves the other tests too
-            for process in chosen:
+            for process in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
 

@@ -36,7 +36,7 @@ from tests.outages.scene import (
     marker,
     stopped,
 )
-from tests.pipelines import PipelineUnderTest, execute
+from tests.pipelines import PipelineUnderTest, execute, query_rows
 from tests.streaming import Streaming
 
 pytestmark = pytest.mark.slow
@@ -129,8 +129,27 @@ def no_walsender(scene: Scene) -> Iterator[None]:
         guest.finish()
 
 
-def is_walsender(process: psutil.Process) -> bool:
-    return "walsender" in " ".join(process.cmdline())
+@contextmanager
+def walsender_halted(scene: Scene) -> Iterator[None]:
+    """The walsender is stopped where it waits: one that is stopped at work cannot be told from one that is busy."""
+    waits = "wait_event_type IN ('Activity', 'Client')"
+    query = f"SELECT pid, {waits} FROM pg_stat_activity WHERE backend_type = 'walsender'"
+    stopped: list[psutil.Process] = []
+
+    def at_rest() -> bool:
+        while stopped:
+            stopped.pop().resume()
+        ((pid, _),) = query_rows(scene.pair.source.dsn(), query)
+        stopped.append(psutil.Process(pid))
+        stopped[0].suspend()
+        return query_rows(scene.pair.source.dsn(), query) == [(pid, True)]
+
+    try:
+        assert await_condition(at_rest, SECONDS)
+        yield
+    finally:  # the server serves the other tests too
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stopped[0].resume()
 
 
 SILENT = "sent nothing for 3 seconds"
@@ -149,7 +168,7 @@ CASES = {
     ),
     "half-open connections to the source": Case(frozen, SILENT, "source"),
     "half-open connections to the target": Case(frozen, CUT, "target"),
-    "the walsender hangs": Case(halted("source", is_walsender), SILENT),
+    "the walsender hangs": Case(walsender_halted, SILENT),
     "the source hangs": Case(halted("source"), SILENT),
     "packets to the source are lost": Case(dropped, f"{SILENT}|timeout expired", "source", network=True),
     "packets to the target are lost": Case(dropped, f"{CUT}|timed out", "target", network=True),
