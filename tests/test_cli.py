@@ -397,7 +397,7 @@ def test_the_life_of_a_pipeline(pipeline: PipelineUnderTest) -> None:
     assert "public.u" in unknown["error"]["message"]
 
     dropped = pipeline.json("drop", "--yes")
-    assert dropped == {"dropped": pipeline.name}
+    assert dropped == {"dropped": pipeline.name, "left": []}
     after = footprint(pipeline)
     assert (after["publications"], after["slots"], after["state"]) == ([], [], False)
     assert sink_of(pipeline.pipeline).record() is None

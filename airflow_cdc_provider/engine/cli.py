@@ -128,7 +128,7 @@ def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Repo
         answer = input(f"Remove slot, publication, state and sink record of {pipeline.name}? Type its name: ")
         if answer.strip() != pipeline.name:
             raise ConfigError("drop was not confirmed", "Type the pipeline's name, or add --yes.")
-    return commands.drop(pipeline, takeover=options.takeover)
+    return commands.drop(pipeline, takeover=options.takeover, source_gone=options.source_gone)
 
 
 _HANDLERS: dict[str, Handler] = {
@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     command("verify", "Compare source and sink.", writes=False)
     drop = command("drop", "Remove slot, publication, state and sink record, never target tables.")
     drop.add_argument("--yes", action="store_true", help="do not ask")
+    drop.add_argument("--source-gone", action="store_true", help="go on if the source cannot be reached")
     resnapshot = command("resnapshot", "Read tables again.")
     resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE")
     resnapshot.add_argument("--all", action="store_true", help="all tables, with a new slot and publication")

@@ -12,16 +12,15 @@ from dataclasses import asdict
 from typing import Any
 
 from airflow_cdc_provider.engine import preflight as checks
-from airflow_cdc_provider.engine import provisioning, reread, slot
+from airflow_cdc_provider.engine import provisioning, removal, reread, slot
 from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
 from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.claim import claim
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed
 from airflow_cdc_provider.engine.gate import gate
-from airflow_cdc_provider.engine.ledger import forget_ledger, write_ledger
+from airflow_cdc_provider.engine.ledger import write_ledger
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import (
     RESNAPSHOT,
@@ -29,7 +28,6 @@ from airflow_cdc_provider.engine.run import (
     budget_of,
     existing_record,
     last_error,
-    refuse_second_writer,
     request_stop,
     run_part,
     sink_of,
@@ -242,7 +240,7 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent)
     streamed = stream(pipeline, until="caught-up", epoch=epoch, takeover=takeover, report=report)
     if pipeline.snapshot.mode == "only" and streamed["caught_up"]:
         with connected(pipeline.source.dsn) as source:
-            provisioning.remove_slot(source, pipeline, record, State(pipeline.state))
+            removal.remove_slot(source, pipeline, record, State(pipeline.state))
     return {"snapshot": copied, "stream": streamed}
 
 
@@ -409,15 +407,9 @@ def resnapshot(
     return {"requested": None, "rows": rows}
 
 
-def drop(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
-    """Remove slot, publication, state, sink record and staging; never target tables."""
-    state, sink = State(pipeline.state), sink_of(pipeline)
-    with connected(pipeline.source.dsn) as source:
-        claim(source, pipeline.name, takeover)
-        record = sink.record()
-        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-        provisioning.remove_slot(source, pipeline, record, state)
-    forget_ledger(state)
-    sink.drop()
-    state.remove("")
-    return {"dropped": pipeline.name}
+def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = False) -> dict[str, Any]:
+    """Remove slot, publication, state, sink record and staging; never target tables.
+
+    :param source_gone: go on if the source cannot be reached; ``left`` has the SQL that removes what is left there.
+    """
+    return {"dropped": pipeline.name, "left": removal.remove(pipeline, takeover, source_gone)}

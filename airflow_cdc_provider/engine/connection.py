@@ -154,7 +154,7 @@ def connection_failure(dsn: str, what: str, text: str, otherwise: str) -> CdcErr
     message = f"cannot {what} to {describe(dsn)}: {lines[0]}"
     if "permission denied for database" in text:
         parts = urlsplit(dsn)
-        database, user = (_quoted(unquote(name)) for name in (parts.path.lstrip("/"), parts.username or "…"))
+        database, user = (quoted(unquote(name)) for name in (parts.path.lstrip("/"), parts.username or "…"))
         return MissingPrivilege(message, f"Run: GRANT CONNECT ON DATABASE {database} TO {user};")
     return ConnectionFailed(message, next((r for mark, r in _REMEDIES.items() if mark in text), otherwise))
 
@@ -172,7 +172,7 @@ def without_password(text: str, dsn: str) -> str:
     return text
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """An identifier quoted without a connection at hand."""
     return '"' + name.replace('"', '""') + '"'
 

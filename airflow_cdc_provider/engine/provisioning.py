@@ -34,6 +34,7 @@ from airflow_cdc_provider.engine.publication import (
     unpublish,
 )
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS
+from airflow_cdc_provider.engine.removal import PROVISIONING, remove_slot
 from airflow_cdc_provider.engine.run import (
     existing_record,
     note_passage,
@@ -45,8 +46,6 @@ from airflow_cdc_provider.engine.run import (
 )
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
 from airflow_cdc_provider.engine.state import State
-
-_PROVISIONING = "provisioning.json"
 
 
 def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotState]:
@@ -94,7 +93,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
                 slot.barrier(source)
                 chunks = _plan(source, pipeline, added)
                 sink.prepare(_targets(pipeline, added), chunks, record.identity, record.applied)
-        state.remove(_PROVISIONING)
+        state.remove(PROVISIONING)
         record = existing_record(pipeline)
         require_epoch(record, epoch)
         write_ledger(pipeline, state, record)
@@ -106,7 +105,7 @@ def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -
     """A slot that is not in the record can be ours only if a provisioning left it that broke off before its record."""
     name = pipeline.source.slot
     found = slot.read_slot(source, name)
-    if found is not None and (found.active or (state.read(_PROVISIONING) or {}).get("slot") != name):
+    if found is not None and (found.active or (state.read(PROVISIONING) or {}).get("slot") != name):
         raise GateClosed(
             f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r} with it",
             f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
@@ -156,7 +155,7 @@ def _new_slot(
     consistent = None
     names = pipeline.source
     ours = {"slot": names.slot, "attempt": uuid.uuid4().hex}
-    state.write(_PROVISIONING, ours)
+    state.write(PROVISIONING, ours)
     slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
     _refuse_taken_slot(source, names.slot)
     created = create_publication(source, names.publication, tables)
@@ -167,11 +166,11 @@ def _new_slot(
         identity = slot.read_identity(source, names.slot, names.publication).to_dict()
         yield identity | entries | {"created_publication": created, "mode": pipeline.sink.mode}, consistent
     except BaseException:
-        if state.read(_PROVISIONING) == ours and not _may_be_recorded(pipeline, consistent):
+        if state.read(PROVISIONING) == ours and not _may_be_recorded(pipeline, consistent):
             slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
             if created:
                 drop_publication(source, names.publication)
-            state.remove(_PROVISIONING)
+            state.remove(PROVISIONING)
         raise
 
 
@@ -186,20 +185,6 @@ def _may_be_recorded(pipeline: Pipeline, consistent: int | None) -> bool:
     except DRIVER_ERRORS:
         return True
     return record is not None and record.applied == consistent
-
-
-def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, state: State) -> None:
-    """Remove the slot of the record, and the publication if it was made with it; never those of others.
-
-    Where there is no record, the state tells what was made.
-    """
-    ledger = read_ledger(pipeline, state) if record is None else None
-    known = record or ledger
-    left = known.identity if known is not None else state.read(_PROVISIONING)
-    if left is not None:
-        slot.drop_slot(source, left["slot"], slot.reader_name(pipeline.source.dsn, left["slot"]))
-    if known is not None and known.identity["created_publication"]:
-        drop_publication(source, pipeline.source.publication)
 
 
 def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
@@ -273,14 +258,14 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
             refuse_second_writer(state, 0, None, takeover)
         begin = partial(_begin_again, sink, epoch, _targets(pipeline, tables), ledger)
         begin(known.identity, slot.flushed(source), rehearsal=True)  # while there is something to return to
-        state.write(_PROVISIONING, {"slot": pipeline.source.slot})
+        state.write(PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)
         with _new_slot(source, pipeline, state, tables) as (identity, consistent):
             made = identity["created_publication"] or known.identity["created_publication"]
             begin(identity | {"created_publication": made}, consistent)
             if epoch is None:
                 epoch = take_epoch(pipeline, state, takeover)
-    state.remove(_PROVISIONING)
+    state.remove(PROVISIONING)
     return epoch
 
 

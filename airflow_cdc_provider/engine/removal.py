@@ -1,0 +1,97 @@
+"""Removing a pipeline: what it has made on the source, its record in the sink, its state; never target tables.
+
+A slot that stays behind keeps its server's log until the disk is full. So nothing is removed as long as the source
+does not answer, unless it is said to be gone; then what may be left there is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+from airflow_cdc_provider.engine.claim import claim
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import Connection, connected, describe, quoted
+from airflow_cdc_provider.engine.errors import ConnectionFailed
+from airflow_cdc_provider.engine.ledger import forget_ledger, read_ledger
+from airflow_cdc_provider.engine.publication import drop_publication
+from airflow_cdc_provider.engine.run import refuse_second_writer, sink_of
+from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.slot import drop_slot, reader_name
+from airflow_cdc_provider.engine.state import State
+
+PROVISIONING = "provisioning.json"
+"""In the state: the slot of a provisioning that has not written its record yet."""
+
+_log = logging.getLogger(__name__)
+
+
+def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
+    """Remove slot, publication, state, sink record and staging.
+
+    :param source_gone: go on if the source cannot be reached.
+    :returns: the statements that would remove what may be left on the source.
+    :raises ConnectionFailed: when a server cannot be reached; nothing has been removed then.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    """
+    state, sink = State(pipeline.state), sink_of(pipeline)
+    with ExitStack() as stack:
+        source = None
+        try:
+            source = stack.enter_context(connected(pipeline.source.dsn))
+        except ConnectionFailed as e:
+            if not source_gone:
+                raise ConnectionFailed(
+                    e.message,
+                    f"{e.solution} If the source is gone for good, add --source-gone: record and state are removed"
+                    " then. Do not while it may come back: its slot would keep log until the disk is full.",
+                ) from e
+        else:
+            claim(source, pipeline.name, takeover)
+        record = sink.record()
+        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
+        if source is not None:
+            remove_slot(source, pipeline, record, state)
+            left = []
+        else:
+            left = _left_behind(pipeline, record, state)
+    forget_ledger(state)
+    sink.drop()
+    state.remove("")
+    if left:
+        _log.warning(
+            "%s cannot be reached, so what pipeline %s has made there stays. If that server still runs, or comes back,"
+            " the slot keeps its log UNTIL ITS DISK IS FULL. Then run there: %s",
+            describe(pipeline.source.dsn),
+            pipeline.name,
+            " ".join(f"{statement};" for statement in left),
+        )
+    return left
+
+
+def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, state: State) -> None:
+    """Remove the slot of the record, and the publication if it was made with it; never those of others.
+
+    Where there is no record, the state tells what was made.
+    """
+    slot, publication = _made(pipeline, record, state)
+    if slot is not None:
+        drop_slot(source, slot, reader_name(pipeline.source.dsn, slot))
+    if publication is not None:
+        drop_publication(source, publication)
+
+
+def _left_behind(pipeline: Pipeline, record: Record | None, state: State) -> list[str]:
+    """The statements that do by hand what :func:`remove_slot` does."""
+    slot, publication = _made(pipeline, record, state)
+    drop_slot_ = [f"SELECT pg_drop_replication_slot('{slot}')"] if slot is not None else []
+    return drop_slot_ + ([f"DROP PUBLICATION {quoted(publication)}"] if publication is not None else [])
+
+
+def _made(pipeline: Pipeline, record: Record | None, state: State) -> tuple[str | None, str | None]:
+    """The slot and the publication that the pipeline has made."""
+    known = record or read_ledger(pipeline, state)
+    left = known.identity if known is not None else state.read(PROVISIONING)
+    slot = left["slot"] if left is not None else None
+    ours = known is not None and known.identity["created_publication"]
+    return slot, pipeline.source.publication if ours else None
