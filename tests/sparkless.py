@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from airflow_cdc_provider.demo.servers import await_condition
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import claim, commands
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
@@ -75,8 +75,8 @@ class SparklessRun:
 
 
 def _main(file: str, failpoint: str | None, reread: Sequence[str], takeover: bool, log: str) -> None:
-    # How long a commit in flight is waited for decides how long a test of a paused one takes.
-    postgres_record.COMMIT_SECONDS = 0.5
+    # How long others are waited for decides how long a test of a paused one takes.
+    postgres_record.COMMIT_SECONDS = claim._WAIT_SECONDS = 0.5
     if failpoint is not None:
         os.environ[VARIABLE] = failpoint
     try:

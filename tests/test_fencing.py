@@ -26,6 +26,7 @@ from airflow_cdc_provider.engine.snapshot import copy_chunk
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, PipelineUnderTest, chunk_task
+from tests.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +119,20 @@ def test_a_run_that_is_halted_and_comes_back(
         ("u", "later"),
     ]
     pipeline.assert_verified()
+
+
+def test_two_first_runs_at_once(databases: Databases, tmp_path: Path) -> None:
+    """Neither has an epoch yet. Each would take the other's slot for what a broken attempt has left."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    pipeline.source(TABLE, ROWS)
+    first = SparklessRun(pipeline.file, "after-barrier:pause")
+    first.await_pause()
+    second = SparklessRun(pipeline.file)
+    assert second.wait() == FAILED
+    assert second.message.startswith("SecondWriter: another command is making or removing the slot")
+    first.resume()
+    assert (first.wait(), first.message) == (DONE, "")
+    pipeline.assert_equal()
 
 
 @pytest.mark.parametrize(("age", "refused"), [(1.0, True), (STALE_SECONDS + 1, False)])

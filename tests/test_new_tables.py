@@ -14,6 +14,7 @@ from airflow_cdc_provider.engine.run import last_error
 from airflow_cdc_provider.engine.state import State
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, apply_stream, transaction
+from tests.sparkless import FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +164,22 @@ def test_a_table_that_joins_publishes_no_other_again(pipeline: PipelineUnderTest
     pipeline.copy(table="public.u")
     with pytest.raises(CannotFollow, match=r"public\.t is no longer in publication"):
         pipeline.apply()
+
+
+def test_a_run_that_is_overtaken_adds_no_table(pipeline: PipelineUnderTest) -> None:
+    """The other one has passed changes of it meanwhile, as of a table that it does not know."""
+    pipeline.change(source={"tables": ["public.t", "public.u"]})
+    overtaken = SparklessRun(pipeline.file, "after-barrier:pause")
+    overtaken.await_pause()
+    pipeline.source("UPDATE public.u SET body = 'passed' WHERE id = 3")
+    pipeline.apply()
+    overtaken.resume()
+    assert overtaken.wait() == FAILED
+    assert overtaken.message.startswith("Fenced")
+    assert len(pipeline.record.targets) == 1
+    join(pipeline, "provision", "public.u")
+    pipeline.apply()
+    pipeline.assert_equal("public.u")
 
 
 def test_a_table_that_the_file_does_not_name(pipeline: PipelineUnderTest) -> None:

@@ -79,7 +79,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             gone = _gone_tables(source, record, tables)
             for target in gone if record.identity["created_publication"] else ():
                 unpublish(source, names.publication, target.table)
-            sink.forget(record.epoch, [target.table.label for target in gone])
+            sink.forget(epoch, [target.table.label for target in gone])
             note_passage(sink, record, passage)
             record = existing_record(pipeline)
             require_targets(sink, record)
@@ -88,11 +88,9 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             if added:
                 create_publication(source, names.publication, added)
                 # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
-                sink.note_source(record.epoch, published_entries(source, names.publication, added))
-                record = existing_record(pipeline)
+                sink.note_source(epoch, published_entries(source, names.publication, added))
                 slot.barrier(source)
-                chunks = _plan(source, pipeline, added)
-                sink.prepare(_targets(pipeline, added), chunks, record.identity, record.applied)
+                sink.add(epoch, _targets(pipeline, added), _plan(source, pipeline, added))
         state.remove(PROVISIONING)
         record = existing_record(pipeline)
         require_epoch(record, epoch)

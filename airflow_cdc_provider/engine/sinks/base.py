@@ -172,7 +172,7 @@ class Sink(Protocol):
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
-        """Create commit record and target tables, or accept those that are there and ours; all or nothing.
+        """Create commit record and target tables, or accept target tables that are there and ours; all or nothing.
 
         :param chunks: of the targets, unfinished.
         :param ours: labels of tables whose targets are known to be the pipeline's, although no record says so; their
@@ -181,7 +181,15 @@ class Sink(Protocol):
         :raises ForeignTable: when a target table has rows that are not ours, or not our key or columns, or is another
             pipeline's.
         :raises GateClosed: when such a target is a changelog of a history that the source has left.
-        :raises SecondWriter: when there is a record with another applied LSN or identity.
+        :raises SecondWriter: when there is a record by now.
+        """
+
+    def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
+        """Add tables to the commit record, and create their target tables or accept empty ones; all or nothing.
+
+        :param chunks: of the targets, unfinished.
+        :raises ForeignTable: as :meth:`prepare`.
+        :raises Fenced: when another run has taken over.
         """
 
     def restart(

@@ -155,15 +155,13 @@ class PostgresRecord:
                 " VALUES (%s, 0, '', %s, %s) ON CONFLICT (pipeline) DO NOTHING RETURNING pipeline",
                 [self.pipeline, format_lsn(consistent_point), json.dumps(identity)],
             )
-            if begun:
-                # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.
-                self._forget_tables(connection)
-            query = "SELECT applied_lsn::text, source FROM airflow_cdc.pipelines WHERE pipeline = %s"
-            if row(connection, query, [self.pipeline]) != (format_lsn(consistent_point), dict(identity)):
+            if not begun:
                 raise SecondWriter(
                     f"another run has provisioned pipeline {self.pipeline} meanwhile",
                     "Nothing to do if the other run is meant; otherwise stop it and start again.",
                 )
+            # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.
+            self._forget_tables(connection)
             for target in targets:
                 if target.table.label in ours and _exists(connection, target):
                     if self.mode == "changelog":
@@ -171,6 +169,21 @@ class PostgresRecord:
                     adopt_target(connection, self.pipeline, self.mode, target)
                 else:
                     prepare_target(connection, self.pipeline, self.mode, target)
+            for chunk in chunks:
+                self._plan(connection, chunk)
+            failpoint("before-plan")
+
+    def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
+        """See :meth:`.base.Sink.add`."""
+        self._insistently(lambda: self._add(epoch, targets, chunks))
+        failpoint("after-plan")
+
+    def _add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
+        with self._transaction() as connection:
+            self._limit_waiting(connection)
+            self._fence(connection, epoch, "FOR UPDATE")
+            for target in targets:
+                prepare_target(connection, self.pipeline, self.mode, target)
             for chunk in chunks:
                 self._plan(connection, chunk)
             failpoint("before-plan")
@@ -183,8 +196,7 @@ class PostgresRecord:
     def _plan(self, connection: Connection, chunk: Chunk) -> None:
         rows(
             connection,
-            "INSERT INTO airflow_cdc.chunks (pipeline, source_table, chunk, definition)"
-            " VALUES (%s, %s, %s, %s) ON CONFLICT DO NOTHING",
+            "INSERT INTO airflow_cdc.chunks (pipeline, source_table, chunk, definition) VALUES (%s, %s, %s, %s)",
             [self.pipeline, chunk.table, chunk.index, json.dumps(chunk.to_dict())],
         )
 
