@@ -9,8 +9,9 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine import commands, reread
-from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, ForeignTable, StreamFailed
-from airflow_cdc_provider.engine.run import last_error
+from airflow_cdc_provider.engine.barriers import Barriers
+from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, Fenced, ForeignTable, StreamFailed
+from airflow_cdc_provider.engine.run import RESNAPSHOT, last_error, run_part
 from airflow_cdc_provider.engine.state import State
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, apply_stream, transaction
@@ -180,6 +181,24 @@ def test_a_run_that_is_overtaken_adds_no_table(pipeline: PipelineUnderTest) -> N
     join(pipeline, "provision", "public.u")
     pipeline.apply()
     pipeline.assert_equal("public.u")
+
+
+def test_a_run_that_is_overtaken_publishes_no_table(
+    pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it published anew would be, to the other one, a table that was out of the publication for a while."""
+    pipeline.change(source={"tables": ["public.t", "public.u"]})
+    sink, defined = commands.sink_of(pipeline.pipeline), reread._defined
+
+    def overtaken(*arguments: Any) -> Any:
+        sink.take_epoch("another")
+        return defined(*arguments)
+
+    with run_part(pipeline.pipeline, RESNAPSHOT, None) as (run, _), monkeypatch.context() as patch:
+        patch.setattr(reread, "_defined", overtaken)
+        with pytest.raises(Fenced):
+            reread.adopt(run, "public.u", Barriers())
+    assert pipeline.source_rows("SELECT tablename FROM pg_publication_tables") == [("t",)]
 
 
 def test_a_table_that_the_file_does_not_name(pipeline: PipelineUnderTest) -> None:

@@ -237,11 +237,12 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
     pipeline = run.pipeline
     for _ in range(_DEFINITIONS):
         record = existing_record(pipeline)
-        require_epoch(record, run.epoch)  # an overtaken run leaves the publication alone
+        require_epoch(record, run.epoch)
         before = next((target for target in record.targets if target.table.label == label), None)
         with connected(pipeline.source.dsn) as source:
             table = _defined(source, pipeline, label)
-            published = publish_anew(source, pipeline.source.publication, before.table if before else None, table)
+            with run.sink.fenced(run.epoch):  # an overtaken run leaves the publication alone
+                published = publish_anew(source, pipeline.source.publication, before.table if before else None, table)
             # Those of leaves that the record does not have yet, so that none it has is without. If the others have
             # changed, nothing goes on until the table has been read.
             known = {entry_key(leaf) for leaf in before.table.leaves} if before is not None else set[str]()
