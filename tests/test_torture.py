@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tests.torture.history import Change, Entry, Gap, History, Reading, Sight, T
 from tests.torture.nemesis import ACTIONS, schedule
 from tests.torture.ordeal import torture
 from tests.torture.schema import tables
+from tests.torture.writers import Writer
 
 T = "public.t"
 TOTAL = 100
@@ -48,10 +49,10 @@ CHANGELOG = History(
     [],
     [Sight(250, True, {T: (1, 0)}, None), Sight(500, True, {T: (4, 0)}, None)],
     [
-        Entry(T, 8, 200, 1, "u", "k3"),
+        Entry(T, 8, 200, 1, "u", "k3", 22),
         Entry(T, 9, 300, 1, "d", "k1"),
         Entry(T, 10, 400, 1, "t", None),
-        Entry(T, 10, 400, 2, "i", "k5"),
+        Entry(T, 10, 400, 2, "i", "k5", 41),
     ],
     {T: 2},
 )
@@ -103,6 +104,7 @@ TAMPERED: dict[str, tuple[History, Callable[[History], None], str]] = {
         lambda h: h.entries.append(Entry(T, 8, 200, 2, "u", "k1")),
         "surplus",
     ),
+    "a change with the values of another": (CHANGELOG, entry(0, version=21), "lost from the changelog"),
     "two changes in the wrong order": (
         CHANGELOG,
         both(entry(2, seq=2), entry(3, seq=1)),
@@ -143,6 +145,8 @@ def test_the_slot_must_not_be_ahead() -> None:
 def test_a_seed_determines_tables_and_schedule() -> None:
     assert tables(5) == tables(5)
     assert [next(steps) for steps in (schedule(5), schedule(5))] == [next(schedule(5))] * 2
+    assert tables(5) != tables(6)
+    assert next(schedule(5)) != next(schedule(6))
 
 
 def test_no_action_returns_before_each_has_been() -> None:
@@ -156,6 +160,59 @@ def test_transaction_ids_of_a_timeline_that_was_left_are_given_out_again() -> No
     assert [reading.sees(transaction) for transaction in TRANSACTIONS] == [True, True, False, False]
     left = dataclasses.replace(reading, left=205)
     assert [left.sees(transaction) for transaction in TRANSACTIONS] == [True, False, False, False]
+
+
+class Recorder:
+    """What a writer says, in place of a session."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def execute(self, statement: object, *_: object) -> Recorder:
+        self.said.append(str(statement))
+        return self
+
+    def transaction(self, force_rollback: bool = False) -> Recorder:
+        return self.execute(f"rollback: {force_rollback}")
+
+    copy = execute
+
+    def cursor(self) -> Recorder:
+        return self
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.said.append("end")
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(())
+
+    def write(self, data: bytes) -> None:
+        assert data == b""
+
+    def fetchone(self) -> None:
+        return None
+
+
+def transactions(seed: int, lane: int) -> list[str]:
+    """What a writer of a seed says in its first transactions."""
+    writer, recorder = Writer("", seed, lane, tables(seed), 1.0), Recorder()
+    writer._connection = recorder  # type: ignore[assignment]
+    writer._halt.set()  # it waits for nothing
+    for _ in range(1000):
+        writer._transaction()
+    return recorder.said
+
+
+def test_a_seed_determines_transactions() -> None:
+    said = transactions(5, 0)
+    assert said == transactions(5, 0)
+    assert said != transactions(5, 1)
+    assert said != transactions(6, 0)
+    for part in ("COPY", "TRUNCATE", "DELETE", "PREPARE TRANSACTION", "ADD COLUMN", "rollback: True", "account_a"):
+        assert any(part in statement for statement in said), part
 
 
 @pytest.mark.spark

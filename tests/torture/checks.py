@@ -132,7 +132,7 @@ def expected_entries(
             readers = seeing.get(change.table, [])
             if change.op == "t":
                 if not readers:
-                    expected.append((transaction.xid & 0xFFFFFFFF, transaction.commit, change.table, "t", None))
+                    expected.append((transaction.xid & 0xFFFFFFFF, transaction.commit, change.table, "t", None, None))
                 continue
             erased = change.old_key is not None and not any(r.covers(change.old_key, change.old_n) for r in readers)
             written = change.new_key is not None and not any(r.covers(change.new_key, change.new_n) for r in readers)
@@ -140,18 +140,18 @@ def expected_entries(
             if op == "u" and not (erased and written):
                 op = "d" if erased else "i"
             if erased or written:
-                key = change.new_key if written else change.old_key
-                expected.append((transaction.xid & 0xFFFFFFFF, transaction.commit, change.table, op, key))
+                key, version = (change.new_key, change.version) if written else (change.old_key, None)
+                expected.append((transaction.xid & 0xFFFFFFFF, transaction.commit, change.table, op, key, version))
     return expected
 
 
 def exactly_once(
     transactions: Sequence[Transaction], readings: Sequence[Reading], gaps: Sequence[Gap], entries: Sequence[Entry]
 ) -> list[str]:
-    """Each committed change stands in the changelog once, those of a transaction together and in their order."""
+    """Each committed change stands in the changelog once, as it was, those of a transaction together and in order."""
     expected = expected_entries(transactions, readings, gaps)
     found: list[tuple[object, ...]] = [
-        (e.xid, e.commit, e.table, e.op, e.key) for e in sorted(entries, key=lambda e: (e.commit, e.seq))
+        (e.xid, e.commit, e.table, e.op, e.key, e.version) for e in sorted(entries, key=lambda e: (e.commit, e.seq))
     ]
     lost, surplus = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
     wrong = [f"lost from the changelog: {change}" for change in list(lost.elements())[:_SHOWN]]

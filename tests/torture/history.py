@@ -107,7 +107,10 @@ class Sight:
 
 @dataclass(frozen=True)
 class Entry:
-    """A change in a changelog table."""
+    """A change in a changelog table.
+
+    :param version: of the row, which stands for the values of this very change; ``None`` where there is no new row.
+    """
 
     table: str
     xid: int
@@ -115,6 +118,7 @@ class Entry:
     seq: int
     op: str
     key: str | None
+    version: int | None = None
 
 
 @dataclass

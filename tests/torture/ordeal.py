@@ -255,7 +255,7 @@ class _Ordeal:
         if self._mode == "changelog":
             for table in self._tables:
                 query = (
-                    f"SELECT _xid, (_commit_lsn - '0/0')::bigint, _seq, _op::text, {table.key.text()}"
+                    f"SELECT _xid, (_commit_lsn - '0/0')::bigint, _seq, _op::text, {table.key.text()}, version"
                     f" FROM {table.label} WHERE _xid IS NOT NULL"
                 )
                 history.entries += [Entry(table.label, *row) for row in query_rows(databases.target, query)]
