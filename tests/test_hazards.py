@@ -365,6 +365,20 @@ def test_a_key_of_another_index(make_pipeline: Make) -> None:
     pipeline.assert_equal()
 
 
+def test_a_truncate_empties_the_table_for_older_snapshots(make_pipeline: Make) -> None:
+    """A reader of the target who began before would see a hole. Ours deletes rows."""
+    pipeline = running(make_pipeline(TABLE, ROWS))
+    pipeline.target("CREATE TABLE public.naive AS TABLE public.t")
+    begin = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "SELECT pg_current_snapshot()")
+    with transaction(pipeline.databases.target, *begin) as reader:
+        pipeline.target("TRUNCATE public.naive")
+        assert reader.execute("SELECT count(*) FROM public.naive").fetchone() == (0,)
+        pipeline.source("TRUNCATE public.t", "INSERT INTO public.t VALUES (1, 'after')")
+        pipeline.apply()
+        assert reader.execute("SELECT count(*), max(body) FROM public.t").fetchone() == (20, "row 9")
+    pipeline.assert_equal()
+
+
 def test_a_plain_select_does_not_fence(make_pipeline: Make) -> None:
     """The old writer reads its epoch, is overtaken, and commits. Ours locks the row, see races/test_epoch."""
     pipeline = make_pipeline()
