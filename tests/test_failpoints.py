@@ -32,6 +32,23 @@ PLACES = sorted(
     }
 )
 CODES = {"error": FAILED, "kill": -9}
+# The steps of the protocol, each with the places before and after it.
+STEPS = {
+    "slot creation": ("before-slot", "after-slot"),
+    "barrier": ("before-barrier", "after-barrier"),
+    "plan written": ("before-plan", "after-plan"),
+    "epoch taken": ("before-epoch", "after-epoch"),
+    "chunk read": ("before-chunk-read", "after-chunk-read"),
+    "chunk staged": ("before-chunk-staged", "after-chunk-staged"),
+    "ledger prepared": ("before-chunk-prepared", "before-chunk-commit"),
+    "sink commit": ("before-chunk-commit", "after-chunk-commit"),
+    "ledger finished": ("before-ledger", "after-ledger"),
+    "batch planned": ("before-batch-planned", "after-batch-planned"),
+    "batch staged": ("before-batch-staged", "after-batch-staged"),
+    "batch committed": ("before-batch-commit", "after-batch-commit"),
+    "Spark commit": ("before-spark-commit", "before-acknowledgement"),
+    "acknowledgement": ("before-acknowledgement", "after-acknowledgement"),
+}
 
 
 @pytest.fixture
@@ -86,6 +103,11 @@ def check(pipelines: list[PipelineUnderTest]) -> None:
         else:
             assert_exactly_once(pipeline, "changelog.t", least=10)
         pipeline.assert_verified()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_has_its_places(step: str) -> None:
+    assert set(STEPS[step]) <= set(PLACES)
 
 
 @pytest.mark.parametrize("action", CODES)
