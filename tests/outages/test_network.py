@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
+import adbc_driver_postgresql.dbapi as adbc
+import psutil
 import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
-from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.connection import connect, connected, session_dsn
+from airflow_cdc_provider.engine.wal import open_replication
 from tests.network import Network
 from tests.outages.conftest import Pair
 from tests.proxy import Proxy
@@ -18,16 +23,36 @@ from tests.streaming import SECONDS
 pytestmark = pytest.mark.slow
 
 
-def test_quiet_connections_are_probed_as_stated(pair: Pair) -> None:
+# Each has a libpq of its own: psycopg2, psycopg, ADBC.
+WAYS: dict[str, Callable[[str], Any]] = {
+    "control": connect,
+    "replication": lambda dsn: open_replication(dsn, "airflow-cdc"),
+    "read": lambda dsn: adbc.connect(session_dsn(dsn, "airflow-cdc read")),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_quiet_connections_are_probed_as_stated(pair: Pair, way: str) -> None:
     """After 15 seconds, every 5 seconds, three times: by us, and by the server."""
-    with connected(pair.source.dsn()) as session, socket.socket(fileno=os.dup(session.fileno())) as ours:
-        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        assert [ours.getsockopt(socket.IPPROTO_TCP, name) for name in names] == [15, 5, 3]
-        with session.cursor() as cursor:
-            settings = [f"current_setting('tcp_keepalives_{name}')" for name in ("idle", "interval", "count")]
-            cursor.execute(f"SELECT {', '.join(settings)}")
-            assert cursor.fetchone() == ("15", "5", "3")
+    before = sockets(pair.source.port)
+    connection = WAYS[way](pair.source.dsn())
+    try:
+        (opened,) = sockets(pair.source.port) - before
+        with socket.socket(fileno=os.dup(opened)) as ours:
+            assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            assert [ours.getsockopt(socket.IPPROTO_TCP, name) for name in names] == [15, 5, 3]
+    finally:
+        connection.finish() if way == "replication" else connection.close()
+    with connected(pair.source.dsn()) as session, session.cursor() as cursor:
+        settings = [f"current_setting('tcp_keepalives_{name}')" for name in ("idle", "interval", "count")]
+        cursor.execute(f"SELECT {', '.join(settings)}")
+        assert cursor.fetchone() == ("15", "5", "3")
+
+
+def sockets(port: int) -> set[int]:
+    """Our file descriptors of connections to a port."""
+    return {found.fd for found in psutil.Process().net_connections("tcp") if found.raddr and found.raddr.port == port}
 
 
 @pytest.mark.usefixtures("impatient")
