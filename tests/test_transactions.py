@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psycopg
 import pytest
@@ -12,8 +12,10 @@ import pytest
 from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import Blocked
+from airflow_cdc_provider.engine.source import SlotStreamReader
+from airflow_cdc_provider.engine.stream import StreamJob
 from tests.conftest import SESSION_SETTINGS, Databases, ServerMaker
-from tests.pipelines import PipelineUnderTest, execute, query_rows, transaction
+from tests.pipelines import PipelineUnderTest, apply_stream, execute, query_rows, transaction
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +91,9 @@ def test_prepared_transactions(make_server: ServerMaker, databases: Databases, t
 
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
-def test_a_hundred_thousand_tiny_transactions(databases: Databases, tmp_path: Path, mode: Mode) -> None:
+def test_a_hundred_thousand_tiny_transactions(
+    databases: Databases, tmp_path: Path, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one batch, on rows of which some are changed over and over."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode})
     pipeline.source("CREATE TABLE t (id int PRIMARY KEY, n int NOT NULL)")
@@ -111,7 +115,7 @@ def test_a_hundred_thousand_tiny_transactions(databases: Databases, tmp_path: Pa
         worker.start()
     for worker in workers:
         worker.join()
-    pipeline.apply()
+    assert max(batches_up_to(pipeline, pipeline.marker(), monkeypatch)) == 100_000
     pipeline.assert_verified()
     if mode == "mirror":
         assert pipeline.target_rows("SELECT count(*), min(n), max(n) FROM t") == [(10_000, 9, 9)]
@@ -124,6 +128,27 @@ def test_a_hundred_thousand_tiny_transactions(databases: Databases, tmp_path: Pa
         places = "SELECT n, row_number() OVER (PARTITION BY id ORDER BY _commit_lsn) AS place FROM t"
         order = f"SELECT bool_and(n = place - 1) FROM ({places}) o"
         assert pipeline.target_rows(order) == [(True,)]
+
+
+def batches_up_to(pipeline: PipelineUnderTest, marker: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Apply the log up to a marker, all of which is there when the first batch is cut; return the changes of each."""
+    found: list[int] = []
+    choose, pass_batch = SlotStreamReader.latestOffset, StreamJob._batch
+
+    def whole(reader: SlotStreamReader, *arguments: Any) -> Any:
+        reader._connected().reach(marker)
+        return choose(reader, *arguments)
+
+    def counted(job: StreamJob, *arguments: Any) -> None:
+        before = job._units.changes
+        pass_batch(job, *arguments)
+        found.append(job._units.changes - before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotStreamReader, "latestOffset", whole)
+        patch.setattr(StreamJob, "_batch", counted)
+        apply_stream(pipeline.pipeline, marker)
+    return found
 
 
 def nothing(dsn: str) -> None:
