@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.publication import create_publication, drop_publication
 from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.wal import WalReader
+from tests.changelogs import assert_same_values
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 
@@ -97,10 +98,19 @@ def pattern(*names: str) -> str:
     return ".".join('"' + name.replace('"', '""') + '"' for name in names)
 
 
+def similar(name: str) -> str:
+    """A name much like another one."""
+    return name[:-1] + "_" if name != "_" else "__"
+
+
 def run(dsn: str, name: str, *statements: str) -> None:
     """Execute statements in which ``{n}`` is a name, ``{o}`` one much like it, ``{v}`` and ``{w}`` their texts."""
-    other = name[:-1] + "_" if name != "_" else "__"
-    parts = {"n": sql.Identifier(name), "o": sql.Identifier(other), "v": sql.Literal(name), "w": sql.Literal(name[:20])}
+    parts = {
+        "n": sql.Identifier(name),
+        "o": sql.Identifier(similar(name)),
+        "v": sql.Literal(name),
+        "w": sql.Literal(name[:20]),
+    }
     with connected(dsn) as connection:
         rows(connection, sql.SQL("; ").join(sql.SQL(text).format(**parts) for text in statements))
 
@@ -144,6 +154,9 @@ def test_schemas_tables_columns_and_types(guarded: Databases, tmp_path: Path, mo
         change(guarded, name)
     pipeline.apply()
     pipeline.assert_verified()
+    for name in names:
+        columns = [name, similar(name)]
+        assert_same_values(pipeline, columns, [*columns, "big"], name, name)
     commands.resnapshot(pipeline.pipeline, tables=[f"{name}.{name}" for name in names[::4]])
     for name in (name for i, name in enumerate(names) if i % 4 == 1 or "{" in name):
         where = f"{pattern(name)} IS NOT NULL"
@@ -178,6 +191,7 @@ def test_columns_of_one_table(guarded: Databases, tmp_path: Path, mode: Mode) ->
         rows(source, "DELETE FROM public.t WHERE k0 ~ '2$'")
     pipeline.apply()
     pipeline.assert_verified()
+    assert_same_values(pipeline, ["k0", "o0", "key"], names, "public", "t")
     if mode == "changelog":
         unchanged = pipeline.target_rows(
             "SELECT _unchanged FROM public.t WHERE erased = 'x' AND k0 ~ '1$' AND _seq > 0"
