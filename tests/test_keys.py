@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.chunks import range_condition
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.lsn import format_lsn
+from tests.changelogs import assert_same_values
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.pipelines import PipelineUnderTest, execute, transaction
 
@@ -48,7 +49,7 @@ def make_pipeline(server: PostgresServer, tmp_path: Path) -> Iterator[Make]:
     """Makes a pipeline whose databases have extensions in schemas that differ, and collations."""
     pairs: list[tuple[str, str]] = []
 
-    def make(extensions: str = "public") -> PipelineUnderTest:
+    def make(extensions: str = "public", mode: str = "mirror") -> PipelineUnderTest:
         number = next(_numbers)
         names = (f"keys_source_{number}", f"keys_target_{number}")
         pairs.append(names)
@@ -65,7 +66,8 @@ def make_pipeline(server: PostgresServer, tmp_path: Path) -> Iterator[Make]:
                 "CREATE DOMAIN public.price AS numeric CHECK (VALUE IS NOT NULL)",
             )
         databases = Databases(server.dsn(names[0]), server.dsn(names[1]))
-        return PipelineUnderTest(tmp_path, databases, ["shop.*"], snapshot={"chunk_rows": 2, "parallelism": 1})
+        sections = {"sink": {"mode": mode}, "snapshot": {"chunk_rows": 2, "parallelism": 1}}
+        return PipelineUnderTest(tmp_path, databases, ["shop.*"], **sections)
 
     yield make
     for pair in pairs:
@@ -169,6 +171,12 @@ def statements(script: str, names: Iterable[str] = KINDS) -> str:
 
 
 def assert_equal(pipeline: PipelineUnderTest, names: Iterable[str] = KINDS) -> None:
+    if pipeline.pipeline.sink.mode == "changelog":
+        for name in names:
+            # Of a row that moved from a chunk that was read later nobody has sent the large value.
+            assert_same_values(pipeline, ["k"], ["k", "n", "big"], "shop", name, may_lack=["big"])
+        pipeline.assert_verified()
+        return
     contents = " UNION ALL ".join(
         f"SELECT {literal(name)}, format('%s', k), n, md5(big) FROM {table_of(name)}" for name in names
     )
@@ -187,9 +195,10 @@ def create_tables(pipeline: PipelineUnderTest, names: Iterable[str] = KINDS) -> 
         )
 
 
-def test_every_kind_of_key_through_snapshot_and_stream(make_pipeline: Make) -> None:
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_every_kind_of_key_through_snapshot_and_stream(make_pipeline: Make, mode: str) -> None:
     """Chunks with changes before, between and after them, and units that spell a key in several ways."""
-    pipeline = make_pipeline()
+    pipeline = make_pipeline(mode=mode)
     create_tables(pipeline)
     pipeline.provision()
     with transaction(pipeline.databases.source, statements(OPEN_DURING_SNAPSHOT)) as during:
