@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.errors import (
     ServerNotReady,
 )
 from airflow_cdc_provider.engine.run import run_part
-from tests.conftest import Databases, create_database, drop_database
+from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.pipelines import PipelineUnderTest, execute
 from tests.repairs.scene import DROP_SLOT, LOST, ROWS, TABLE, Make, Mode, assert_healed, carry_out, refused
 
@@ -214,6 +214,25 @@ def test_publications_that_others_have_made(databases: Databases, tmp_path: Path
     pipeline.source("UPDATE public.t SET body = 'goes on' WHERE id = 10")
     pipeline.apply()
     pipeline.assert_equal()
+
+
+def test_a_slot_of_another_plugin_in_place_of_ours(
+    make_pipeline: Make, make_server: ServerMaker, system_binaries: Path
+) -> None:
+    """Its texts would not be understood, and it belongs to somebody: it is named and left alone."""
+    pipeline = make_pipeline("changelog", make_server(binaries=system_binaries))
+    slot = pipeline.pipeline.source.slot
+    create = f"SELECT pg_create_logical_replication_slot('{slot}', 'test_decoding')"
+    pipeline.source(*LOST, DROP_SLOT.format(slot=slot), create)
+    kept = pipeline.source_rows("SELECT slot_name, plugin, restart_lsn::text FROM pg_replication_slots")
+    solution = refused(pipeline, GateClosed, "is not ours: plugin 'test_decoding'")
+    with pytest.raises(GateClosed, match="is not ours"):
+        carry_out(pipeline, solution)
+    pipeline.change(source={"slot": f"{slot}_new"})
+    carry_out(pipeline, solution)
+    assert_healed(pipeline)
+    commands.drop(pipeline.pipeline)
+    assert pipeline.source_rows("SELECT slot_name, plugin, restart_lsn::text FROM pg_replication_slots") == kept
 
 
 @pytest.mark.parametrize("foreign", ["physical", "of another database"])
