@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.slot import emit_marker
 from tests.network import Network
-from tests.pipelines import PipelineUnderTest, copy_chunk_of, query_rows
+from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
 from tests.proxy import Proxy
 from tests.streaming import SECONDS, Streaming
 
@@ -165,6 +165,26 @@ def halted(side: str) -> Outage:
             for process in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
+
+    return outage
+
+
+@contextmanager
+def read_only(scene: Scene) -> Iterator[None]:
+    change = f"ALTER DATABASE {scene.database} {{}} default_transaction_read_only"
+    execute(scene.pair.target.dsn(), change.format("SET") + " = on")
+    yield
+    execute(scene.pair.target.dsn(), change.format("RESET"))
+
+
+def locked(table: str) -> Outage:
+    """Somebody's transaction lets nobody write into a target table."""
+
+    @contextmanager
+    def outage(scene: Scene) -> Iterator[None]:
+        with psycopg.connect(scene.pipeline.databases.target, application_name="careless") as session:
+            session.execute(f"LOCK TABLE {table} IN SHARE MODE".encode())
+            yield
 
     return outage
 

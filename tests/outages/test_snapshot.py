@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ from tests.outages.scene import (
     assert_equal,
     frozen,
     halted,
+    locked,
+    read_only,
     stopped,
 )
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
@@ -58,7 +61,19 @@ SNAPSHOT_CASES = {
     ),
     "half-open connections to the target": Case(frozen, "server closed the connection|already closed", "target"),
     "the source hangs": Case(halted("source"), "given no answer for 2 seconds, and the server does not answer"),
+    "the target is read-only": Case(read_only, "read-only transaction"),
+    "a lock on a target table": Case(locked("public.b"), "lock timeout"),
 }
+
+
+def assert_whole_chunks(pipeline: PipelineUnderTest) -> None:
+    """Readers of the target see the rows of finished chunks, and no others."""
+    due = Counter[str]({"public.a": 0, "public.b": 0, "public.filler": 0})
+    for (table, _), (*_, count) in pipeline.finished_chunks().items():
+        due[table] += count
+    assert {table: pipeline.target_rows(f"SELECT count(*) FROM {table}") for table in due} == {
+        table: [(count,)] for table, count in due.items()
+    }
 
 
 @pytest.mark.usefixtures("impatient")
@@ -88,7 +103,12 @@ def test_the_snapshot_survives(
                 outage.enter_context(case.outage(scene))
 
         monkeypatch.setattr(reading, "failpoint", strike)
-        monkeypatch.setattr(Run, "wait", lambda run, seconds: outage.close())
+
+        def wait(run: Run, seconds: float) -> None:
+            outage.close()
+            assert_whole_chunks(pipeline)
+
+        monkeypatch.setattr(Run, "wait", wait)
         first = pipeline.finished_chunks()
         keep_trying(run, record, lambda record: attempt(run, record))
     assert first == {}

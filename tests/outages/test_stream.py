@@ -33,21 +33,15 @@ from tests.outages.scene import (
     copied,
     frozen,
     halted,
+    locked,
     marker,
+    read_only,
     stopped,
 )
 from tests.pipelines import PipelineUnderTest, execute, query_rows
 from tests.streaming import Streaming
 
 pytestmark = pytest.mark.slow
-
-
-@contextmanager
-def read_only(scene: Scene) -> Iterator[None]:
-    change = f"ALTER DATABASE {scene.database} {{}} default_transaction_read_only"
-    execute(scene.pair.target.dsn(), change.format("SET") + " = on")
-    yield
-    execute(scene.pair.target.dsn(), change.format("RESET"))
 
 
 FULL = "too many clients|connection slots are reserved"
@@ -83,13 +77,6 @@ def disk_full(scene: Scene) -> Iterator[None]:
     )
     yield
     subprocess.run(["mount", "-o", "remount,size=300m", str(scene.pair.disk)], check=True)
-
-
-@contextmanager
-def locked(scene: Scene) -> Iterator[None]:
-    with psycopg.connect(scene.pipeline.databases.target, application_name="careless") as session:
-        session.execute("LOCK TABLE public.a IN SHARE MODE")
-        yield
 
 
 def dropped(scene: Scene) -> AbstractContextManager[None]:
@@ -164,7 +151,7 @@ CASES = {
     "the source is out of connections": Case(full("source"), FULL),
     "the target's disk is full": Case(disk_full, "No space left on device"),
     "a lock on a target table": Case(
-        locked, r"lock timeout.*session \d+ of postgres \(careless.*ShareLock on public.a"
+        locked("public.a"), r"lock timeout.*session \d+ of postgres \(careless.*ShareLock on public.a"
     ),
     "half-open connections to the source": Case(frozen, SILENT, "source"),
     "half-open connections to the target": Case(frozen, CUT, "target"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import cli, commands
 from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fenced, GateClosed
 from airflow_cdc_provider.engine.state import read_heartbeats
 from tests.outages.conftest import Pair
@@ -80,8 +82,15 @@ def test_a_server_that_is_down_at_the_start_ends_the_command(
     stream.end()
 
 
-def test_attempts_that_are_used_up(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
-    pipeline = copied(make(restart={"attempts": 2, "delay": "10 ms"}))
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "fixed-delay": {"strategy": "fixed-delay", "attempts": 2, "delay": "10 ms"},
+    "failure-rate": {"strategy": "failure-rate", "failures": 2, "interval": "1 hour", "delay": "10 ms"},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_attempts_that_are_used_up(pair: Pair, make: Callable[..., PipelineUnderTest], strategy: str) -> None:
+    pipeline = copied(make(restart=STRATEGIES[strategy]))
     stream = Streaming(pipeline)
     first = marker(pipeline)
     stream.until(lambda: applied(pipeline) >= first, "the first marker")
@@ -91,6 +100,56 @@ def test_attempts_that_are_used_up(pair: Pair, make: Callable[..., PipelineUnder
     assert stream.attempts == 1  # the two others did not get beyond the record
     pair.target.start()
     assert commands.status(pipeline.pipeline)["state"] == "failed"
+
+
+def test_a_failure_rate_that_is_not_reached(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
+    """One outage after the other, each of which takes an attempt, and the stream goes on after each."""
+    pipeline = copied(make(restart=STRATEGIES["failure-rate"] | {"failures": 300, "delay": "200 ms"}))
+    stream = Streaming(pipeline)
+    first = marker(pipeline)
+    stream.until(lambda: applied(pipeline) >= first, "the first marker")
+    for server in (pair.target, pair.source):
+        server.stop("immediate")
+        trouble = stream.await_trouble("onnect")
+        assert (trouble["attempt"] >= 1, trouble["of"]) == (True, 300)
+        server.start()
+        pipeline.source("INSERT INTO public.filler SELECT count(*), 'x' FROM public.filler")
+        end = marker(pipeline)
+        stream.until(lambda: applied(pipeline) >= end, "the end")  # noqa: B023
+    stream.end()
+    assert_equal(pipeline)
+
+
+def test_a_source_that_is_read_only_by_default(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
+    """A pipeline that has its publication writes nothing there but messages into the log, which it may."""
+    pipeline = make(restart={"strategy": "none"})
+    pipeline.provision()
+    execute(pair.source.dsn(), f"ALTER DATABASE {pipeline.name} SET default_transaction_read_only = on")
+    copy_all(pipeline)
+    stream = Streaming(pipeline)
+    pipeline.source("BEGIN READ WRITE; INSERT INTO public.filler VALUES (1, 'x'); COMMIT")
+    end = marker(pipeline)
+    stream.until(lambda: applied(pipeline) >= end, "the end")
+    stream.end()
+    assert stream.attempts == 1
+    assert_equal(pipeline)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_server_that_is_read_only_from_the_start(
+    pair: Pair, make: Callable[..., PipelineUnderTest], side: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = make()
+    server = pair.servers[side]
+    execute(server.dsn(), f"ALTER DATABASE {pipeline.name} SET default_transaction_read_only = on")
+    assert cli.main(["provision", "--json", "--pipeline", str(pipeline.file)]) == 1
+    assert "default_transaction_read_only" in json.loads(capsys.readouterr().out)["error"]["solution"]
+    execute(server.dsn(), f"ALTER DATABASE {pipeline.name} RESET default_transaction_read_only")
+    stream = Streaming(copied(pipeline))
+    end = marker(pipeline)
+    stream.until(lambda: applied(pipeline) >= end, "the end")
+    stream.end()
+    assert_equal(pipeline)
 
 
 @pytest.mark.parametrize("error", [GateClosed, Fenced])
