@@ -128,6 +128,17 @@ def test_an_idle_position_does_not_swallow_what_comes_after_it() -> None:
     assert [key for _, _, key in keys(buffer, idle, inside) + keys(buffer, inside, end)] == list("012345678")
 
 
+def test_a_keepalive_after_a_reconnect_may_be_lower_than_before() -> None:
+    """The server counts from where it reads; what has been passed stays passed."""
+    buffer = Buffer(Position(500), block_bytes=40)
+    for wal_end in (300, 499):
+        buffer.keepalive(wal_end)
+        assert buffer.idle_position(Position(500)) == Position(500)
+    buffer.keepalive(510)
+    buffer.keepalive(400)
+    assert buffer.idle_position(Position(500)) == Position(510)
+
+
 def test_a_transaction_without_content_only_moves_the_position() -> None:
     buffer = Buffer(Position(0), block_bytes=1000)
     for message in [begin(10, 1), commit(10, 11)]:
