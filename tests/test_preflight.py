@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psycopg2
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine import preflight as preflight_module
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
@@ -214,6 +215,55 @@ def test_a_role_without_privileges(document: dict[str, Any], databases: Database
     assert "other columns or rows of shop.orders" in different.message
     run(databases.source, different.solution.partition(": ")[2])
     assert check(document, source__tables=[rule])["publication"].ok
+
+
+READ_ONLY_LEVELS = ("SYSTEM", 'DATABASE "{}"', 'ROLE "Cd c"', 'ROLE "Cd c" IN DATABASE "{}"')
+
+
+def test_servers_that_are_read_only_by_default(document: dict[str, Any], make_server: ServerMaker) -> None:
+    """The remedy leaves the guard as it is for all others."""
+    server, names = make_server(), {"source": "Sh op", "sink": "D w"}
+    run(server.dsn(), 'CREATE ROLE "Cd c" LOGIN REPLICATION')
+    for side, name in names.items():
+        run(server.dsn(), f'CREATE DATABASE "{name}" OWNER "Cd c"')
+        document[side]["dsn"] = server.dsn(quote(name), "Cd%20c")
+    run(document["source"]["dsn"], ORDERS)
+    assert all(finding.ok for finding in check(document).values())
+
+    writing = f"{server.dsn()}?options=-c%20default_transaction_read_only%3Doff"
+    for level in READ_ONLY_LEVELS:
+        statements = [f"ALTER {level.format(name)} {{}} default_transaction_read_only" for name in names.values()]
+        for statement in statements:
+            run(writing, statement.format("SET") + " = on")
+        run(writing, "SELECT pg_reload_conf()")
+        assert await_condition(lambda: sum(not finding.ok for finding in check(document).values()) == 2, 10), level
+        findings = check(document)
+        for name in ("publication", "sink privileges"):
+            error = refused(findings, name, ServerNotReady)
+            assert "default_transaction_read_only is on" in error.message
+            run(writing, error.solution.partition(": ")[2])
+        assert all(finding.ok for finding in check(document).values()), level
+        for statement in statements:
+            run(writing, statement.format("RESET"))
+        for name in names.values():
+            run(writing, f'ALTER ROLE "Cd c" IN DATABASE "{name}" RESET ALL')
+
+
+def test_a_dsn_that_makes_transactions_read_only(document: dict[str, Any], databases: Databases) -> None:
+    option = "?options=-c%20default_transaction_read_only%3Don"
+    for side, name in (("source", "publication"), ("sink", "sink privileges")):
+        error = refused(check(document, **{f"{side}__dsn": document[side]["dsn"] + option}), name, ServerNotReady)
+        assert "Take it out of the DSN" in error.solution
+
+
+def test_a_read_only_source_whose_publication_is_there(document: dict[str, Any], databases: Databases) -> None:
+    """Nothing has to be written there, unless tables are missing from it."""
+    run(databases.source, "CREATE PUBLICATION airflow_cdc_shop FOR TABLE shop.orders")
+    document["source"]["dsn"] += "?options=-c%20default_transaction_read_only%3Don"
+    assert check(document)["publication"].ok
+
+    run(databases.source, "CREATE TABLE shop.more (id int PRIMARY KEY)")
+    refused(check(document, source__tables=["shop.*"]), "publication", ServerNotReady)
 
 
 def test_publications_of_others(document: dict[str, Any], databases: Databases, role: str) -> None:

@@ -50,6 +50,7 @@ from airflow_cdc_provider.engine.privileges import (
     may_write,
     quoted_user,
     sees_all_rows,
+    takes_writes,
 )
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.sinks.postgres_definition import CHANGELOG_COLUMNS
@@ -295,6 +296,7 @@ def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[T
                 f"{absent}, and role {user} cannot create it because it lacks CREATE on the database",
                 f"Run: GRANT CREATE ON DATABASE {database} TO {user};",
             )
+        takes_writes(source)
         return f"Publication {name!r} can be created."
     complete, is_ours = found[0]
     if not complete:
@@ -311,7 +313,10 @@ def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[T
         raise MissingPrivilege(
             f"publication {name!r} {what} {shown}", f"Let its owner run: ALTER PUBLICATION {quoted} SET {body};"
         )
-    return f"Publication {name!r} exists" + (", tables will be added to it." if missing else " and has all tables.")
+    if missing:
+        takes_writes(source)
+        return f"Publication {name!r} exists, tables will be added to it."
+    return f"Publication {name!r} exists and has all tables."
 
 
 def _identity(source: Connection, sink: Connection, pipeline: Pipeline) -> str:

@@ -153,6 +153,31 @@ def sees_all_rows(source: Connection, tables: Sequence[Table]) -> str:
     return "No row is hidden by row-level security."
 
 
+def takes_writes(connection: Connection) -> str:
+    """Check that a transaction may write unless it is told otherwise, on a server that is no standby.
+
+    :raises ServerNotReady: when server, database or role (or the DSN) make transactions read-only by default.
+    """
+    source = scalar(
+        connection,
+        "SELECT source FROM pg_catalog.pg_settings WHERE name = 'default_transaction_read_only' AND setting = 'on'"
+        " UNION ALL SELECT NULL LIMIT 1",
+    )
+    if source is None:
+        return f"Transactions on {_place(connection)} may write."
+    database = scalar(connection, "SELECT pg_catalog.quote_ident(pg_catalog.current_database())")
+    # Of all places where it can stand, the role in this database comes last but for the client's own options.
+    of_client = "Take it out of the DSN's options, and of PGOPTIONS."
+    of_server = (
+        f"Run: ALTER ROLE {quoted_user(connection)} IN DATABASE {database} SET default_transaction_read_only = off;"
+    )
+    raise ServerNotReady(
+        f"default_transaction_read_only is on for role {quoted_user(connection)} on {_place(connection)}"
+        f" (by the setting of the {source})",
+        of_client if source == "client" else of_server,
+    )
+
+
 def may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Literal["mirror", "changelog"]) -> str:
     """Check that record, staging and target tables can be created where they are missing, and written where not.
 
@@ -160,6 +185,7 @@ def may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Litera
     """
     if scalar(sink, "SELECT pg_catalog.pg_is_in_recovery()"):
         raise ServerNotReady("the sink is a standby", "Give sink.dsn the primary's address.")
+    takes_writes(sink)
     user = quoted_user(sink)
     tables = [*((RECORDS_SCHEMA, name) for name in _RECORDS), *targets]
     schemas = _schema_privileges(sink, sorted({schema for schema, _ in tables}))

@@ -143,7 +143,8 @@ def test_a_server_that_is_read_only_from_the_start(
     server = pair.servers[side]
     execute(server.dsn(), f"ALTER DATABASE {pipeline.name} SET default_transaction_read_only = on")
     assert cli.main(["provision", "--json", "--pipeline", str(pipeline.file)]) == 1
-    assert "default_transaction_read_only" in json.loads(capsys.readouterr().out)["error"]["solution"]
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["kind"], "default_transaction_read_only = off" in error["solution"]) == ("ServerNotReady", True)
     execute(server.dsn(), f"ALTER DATABASE {pipeline.name} RESET default_transaction_read_only")
     stream = Streaming(copied(pipeline))
     end = marker(pipeline)
