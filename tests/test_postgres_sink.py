@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.sinks import postgres_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
 from airflow_cdc_provider.engine.sinks.postgres_tables import FIRST_READ
+from airflow_cdc_provider.engine.stage import END
 from airflow_cdc_provider.engine.visibility import Snapshot
 from tests.conftest import Databases, ServerMaker
 
@@ -67,7 +68,7 @@ def upsert(key: str, note: str | None, amount: str | None) -> Effect:
 
 
 def piece(index: int, staged: tuple[Staged, ...]) -> StagedPiece:
-    return StagedPiece("", "", index, 1, b"", staged, frozenset())
+    return StagedPiece("", "", index, 1, b"", staged, frozenset(), END)
 
 
 def stage(sink: PostgresSink, epoch: int, effects: Sequence[Effect], index: int = 0) -> StagedPiece:

@@ -33,6 +33,7 @@ END = (1 << 63) - 1
 class Stage:
     """The work of a staging task, as a function that Spark ships: raw pieces in, pickled messages out.
 
+    :param high: the highest H of all reads, those that need no filter any more included.
     :param since, before: bounds of the commit records of the transactions that are staged.
     """
 
@@ -41,6 +42,7 @@ class Stage:
     batch: str
     targets: dict[int, Target]
     filters: dict[str, TableFilter]
+    high: int
     source_dsn: str = field(repr=False)
     since: int = 0
     before: int = END
@@ -95,6 +97,7 @@ class Stage:
             xids.astype("<u4").tobytes(),
             staged,
             net.split_truncates,
+            self.high,
         )
 
 

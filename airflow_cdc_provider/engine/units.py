@@ -214,6 +214,7 @@ class Units:
             f"{self._run.epoch}_{batch}",
             {leaf.oid: target for target in self.record.targets for leaf in target.table.leaves},
             filters,
+            self.record.high,
             self._run.pipeline.source.dsn,
             self._since,
             END if before is None else before,

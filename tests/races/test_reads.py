@@ -8,8 +8,10 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import StreamFailed
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.errors import StagingLost, StreamFailed
 from airflow_cdc_provider.engine.reading import SnapshotReader
+from airflow_cdc_provider.engine.sinks import postgres
 from airflow_cdc_provider.engine.snapshot import copy_chunk
 from tests.pipelines import chunk_task, copy_chunk_of, transaction
 from tests.races.scene import SECONDS, Make, Mode, await_waiting
@@ -54,6 +56,36 @@ def test_reading_again_and_again_at_one_place_in_the_log(make_pipeline: Make, wh
         assert commands.resnapshot(pipeline.pipeline, tables=["public.t"], where=where)["requested"] is None
     pipeline.apply()
     pipeline.assert_verified()
+
+
+@pytest.mark.parametrize("change", ["UPDATE public.t SET body = 'T5' WHERE id = 1", "TRUNCATE public.t"])
+def test_a_unit_that_was_staged_before_a_re_read(
+    make_pipeline: Make, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """T5 is staged; a read under the same epoch sees T5 and T6; T5 would take T6 back, which is filtered from then on.
+
+    The reader is a part of the run that was halted when it was about to read.
+    """
+    pipeline = make_pipeline()
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source(change)
+    struck = []
+
+    def read_again(name: str) -> None:
+        if name == "before-batch-commit" and not struck:
+            struck.append(name)
+            pipeline.source("INSERT INTO public.t VALUES (1, 'T6', NULL) ON CONFLICT (id) DO UPDATE SET body = 'T6'")
+            task = chunk_task(pipeline.pipeline, Chunk("public.t", 0, None, None))
+            reader = SnapshotReader(task.read)
+            task.sink.replace(task.epoch, task.target, None, reader.batches(), reader.finish, task.target)
+            reader.close()
+
+    monkeypatch.setattr(postgres, "failpoint", read_again)
+    with pytest.raises(StagingLost, match="read again"):
+        pipeline.apply()
+    pipeline.apply()
+    pipeline.assert_equal()
 
 
 def test_a_rewrite_has_to_wait_for_a_chunk(make_pipeline: Make) -> None:

@@ -133,6 +133,7 @@ class StagedPiece:
     :param changes: row changes that the piece held, before filter and collapse.
     :param xids: the piece's transactions, distinct, as little-endian uint32.
     :param split_truncates: see :class:`.effects.PieceEffects`.
+    :param high: the highest H of all reads that were filtered by.
     """
 
     start: str
@@ -142,6 +143,7 @@ class StagedPiece:
     xids: bytes
     tables: tuple[Staged, ...]
     split_truncates: frozenset[str]
+    high: int
 
 
 class MissingValues(Exception):
@@ -299,7 +301,7 @@ class Sink(Protocol):
         :raises MissingValues: when rows must be read again first; nothing was applied.
         :raises Fenced: when the epoch is another's.
         :raises GateClosed: when the unit does not begin where the record ends.
-        :raises StagingLost: when staged rows are gone.
+        :raises StagingLost: when staged rows are gone, or rows have been read again since.
         """
 
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:

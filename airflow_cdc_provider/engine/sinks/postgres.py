@@ -284,6 +284,7 @@ class PostgresSink(PostgresRecord):
                         "Start the pipeline again; it goes on from the applied LSN. If the sink was restored from a"
                         " backup, run `airflow-cdc resnapshot --all`.",
                     )
+                self._check_filters(connection, pieces)
                 self._apply(connection, pieces)
                 rows(
                     connection,
@@ -335,6 +336,16 @@ class PostgresSink(PostgresRecord):
                     statements.apply_mirror(staged)
         if any(missing.values()):
             raise MissingValues({label: frozenset(keys) for label, keys in missing.items() if keys})
+
+    def _check_filters(self, connection: Connection, pieces: Sequence[StagedPiece]) -> None:
+        """Rows that were read since the unit was staged hold changes that it would take back."""
+        query = "SELECT source_table FROM airflow_cdc.chunks WHERE pipeline = %s AND high_lsn > %s ORDER BY 1 LIMIT 1"
+        for high in {piece.high for piece in pieces}:
+            for (label,) in rows(connection, query, [self.pipeline, format_lsn(high)]):
+                raise StagingLost(
+                    f"rows of {label} were read again after the unit had been staged",
+                    "Start again: the unit is staged anew, without what has been read.",
+                )
 
     def _check_staged(self, connection: Connection, staged: Staged) -> None:
         """Unlogged tables are empty after a crash of the target: count before anything is applied."""
