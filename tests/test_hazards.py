@@ -18,15 +18,16 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from airflow_cdc_provider.engine import slot
+from airflow_cdc_provider.engine import commands, provisioning, slot
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.connection import connected, scalar, session_dsn
-from airflow_cdc_provider.engine.errors import Blocked
+from airflow_cdc_provider.engine.errors import Blocked, GateClosed
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.wal import WalReader
-from tests.conftest import Databases, ServerMaker
+from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest, execute, query_rows, transaction
+from tests.streaming import Streaming
 
 pytestmark = pytest.mark.slow
 
@@ -205,7 +206,7 @@ def test_settings_of_a_role_change_the_texts_of_the_stream(make_pipeline: Make) 
     values = r"0.1::float8 + 0.2, '2024-02-03', '1 day 2 hours -3 seconds', '\x00ff5c', '2024-02-03 04:05:06.789+00'"
     row = f"INSERT INTO public.t SELECT n, {values} FROM generate_series({{}}, {{}}) n"
     pipeline.source(
-        f"CREATE ROLE {role} LOGIN REPLICATION SUPERUSER",
+        f"CREATE ROLE {role} LOGIN REPLICATION IN ROLE {PIPELINE_ROLE}",
         *(f"ALTER ROLE {role} SET {name} = {value}" for name, value in settings.items()),
         "CREATE PUBLICATION naive FOR TABLE public.t",
     )
@@ -250,6 +251,45 @@ def test_a_crash_gives_transaction_ids_out_again(make_server: ServerMaker) -> No
     assert query_rows(server.dsn(), insert.format(2)) == [first]
 
 
+def test_restart_lsn_follows_unless_a_prepared_transaction_holds_it(
+    make_pipeline: Make, make_server: ServerMaker
+) -> None:
+    """Of its own accord, while a reader is connected; one of another database holds it, whatever is acknowledged."""
+    server = make_server(settings={"max_prepared_transactions": "2"})
+    pipeline = running(make_pipeline(TABLE, ROWS, server=server))
+    execute(server.dsn(), "CREATE DATABASE other")
+    stream = Streaming(pipeline)
+
+    def look() -> dict[str, Any]:
+        execute(server.dsn(), "UPDATE public.t SET body = body || '+'")
+        found: dict[str, Any] = commands.status(pipeline.pipeline)["slot"]
+        return {name: parse_lsn(found[f"{name}_lsn"]) for name in ("restart", "confirmed_flush")} | found
+
+    def followed(goal: int) -> bool:
+        return await_condition(lambda: look()["restart"] >= goal, SECONDS, 0.5)
+
+    assert followed(look()["confirmed_flush"])
+
+    with psycopg.connect(server.dsn("other"), autocommit=True) as connection:
+        for statement in (b"BEGIN", b"CREATE TABLE o ()", b"PREPARE TRANSACTION 'forgotten'"):
+            connection.execute(statement)
+    begun = pipeline.marker()
+    stream.until(lambda: look()["confirmed_flush"] >= begun, "the marker")
+    for _ in range(3):  # three of the server's own records of running transactions, without the wait for them
+        pipeline.source("SELECT pg_log_standby_snapshot()")
+        goal = pipeline.marker()
+        stream.until(lambda: look()["confirmed_flush"] >= goal, "the record")  # noqa: B023
+    held = look()
+    assert held["restart"] < begun < held["confirmed_flush"]
+    assert held["retained_bytes"] >= held["confirmed_flush"] - begun
+
+    execute(server.dsn("other"), "ROLLBACK PREPARED 'forgotten'")
+    pipeline.source("SELECT pg_log_standby_snapshot()")
+    assert followed(begun)
+    stream.end()
+    pipeline.assert_equal()
+
+
 def test_the_insert_position_of_an_idle_server_is_never_reached(make_pipeline: Make, make_server: ServerMaker) -> None:
     """After a switch of segments it stands behind a header that nobody writes, so that it is no target to wait for."""
     pipeline = running(make_pipeline(TABLE, ROWS, server=make_server(settings={"checkpoint_timeout": "1h"})))
@@ -285,8 +325,8 @@ def test_a_start_beyond_the_end_of_the_log_is_accepted(make_pipeline: Make) -> N
         assert streamed() == [("100", "there")]
 
 
-def test_changes_are_skipped_while_a_publication_does_not_exist(make_server: ServerMaker) -> None:
-    """From Postgres 18 on with no more than a warning in the server's log. Ours refuses, see tests/repairs."""
+def test_changes_are_skipped_while_a_publication_does_not_exist(make_pipeline: Make, make_server: ServerMaker) -> None:
+    """From Postgres 18 on with no more than a warning in the server's log. Ours refuses, see also tests/repairs."""
     server = make_server("18")
     execute(server.dsn(), TABLE, "CREATE PUBLICATION naive FOR TABLE public.t")
     with naive_slot(server.dsn(), "naive") as streamed:
@@ -299,6 +339,21 @@ def test_changes_are_skipped_while_a_publication_does_not_exist(make_server: Ser
             "INSERT INTO public.t VALUES (3, 'after')",
         )
         assert [row[0] for row in streamed()] == ["1", "3"]
+    pipeline = running(make_pipeline(server=server))
+    name = pipeline.pipeline.source.publication
+    pipeline.source(
+        f"DROP PUBLICATION {name}",
+        "INSERT INTO public.t VALUES (4, 'between')",
+        f"CREATE PUBLICATION {name} FOR TABLE public.t",
+        "INSERT INTO public.t VALUES (5, 'after')",
+    )
+    with pytest.raises(GateClosed, match="publication"):
+        pipeline.apply()
+    assert pipeline.target_rows("SELECT max(id) FROM public.t") == [(3,)]
+    provisioning.start_over(pipeline.pipeline, takeover=False)
+    pipeline.copy()
+    pipeline.apply()
+    pipeline.assert_equal()
 
 
 def test_truncates_of_a_partition_are_not_published_by_way_of_the_root(make_pipeline: Make) -> None:
