@@ -53,7 +53,8 @@ def fold(target: Connection, table: sql.Composable, key: Sequence[str], columns:
             found.clear()
             continue
         new: dict[str, str | None] = dict(zip(columns, texts, strict=True))
-        earlier = found.pop(tuple((before or new)[name] for name in key), None)
+        # The old key has the names of its time.
+        earlier = found.pop(tuple((before or new).get(name, new[name]) for name in key), None)
         if op == "d":
             continue
         for name in unchanged or ():

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from psycopg2 import sql
 
 from airflow_cdc_provider.engine import commands, provisioning
+from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CannotFollow, Failpoint, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.snapshot import readopt
+from tests.changelogs import assert_same_values, fold
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, copy_chunk_of
 
@@ -119,7 +122,9 @@ class Tables(PipelineUnderTest):
             )
             defined = [column for column in defined if column[0] in self.rule.get("columns", dict(defined))]
             assert [(column.name, column.attnum) for column in target.table.columns] == defined, table
-            if self.mode == "mirror":
+            if self.mode == "changelog":
+                assert_same_values(self, ["id"], [name for name, _ in defined], *table.split("."))
+            else:
                 names = ", ".join('"' + name.replace('"', '""') + '"' for name, _ in defined)
                 query = f"SELECT {names} FROM {table} WHERE {self.rule.get('where', 'true')} ORDER BY id"
                 assert self.target_rows(query) == self.source_rows(query), table
@@ -342,6 +347,7 @@ VIEW = ("CREATE VIEW public.seen AS SELECT a FROM public.t",)
 ANEW = ("DROP TABLE public.t", TABLE.format(t="public.t"), ROWS.format(t="public.t"))
 STOPS = {
     "key": Stop((KEY,), "key of public.t was", resnapshot, first=FILL),
+    "key, a changelog": Stop((KEY,), "key of public.t was", resnapshot, first=FILL, mode="changelog"),
     "identity": Stop(("ALTER TABLE public.t REPLICA IDENTITY FULL",), "replica identity", resnapshot),
     "no identity": Stop(
         ("ALTER TABLE public.t REPLICA IDENTITY NOTHING",),
@@ -355,6 +361,9 @@ STOPS = {
     "renamed": Stop(RENAME, "renamed", name_another("public.u"), written="public.u", after="public.u"),
     "renamed without data": Stop(RENAME, "renamed", name_another("public.u"), written=None, after="public.u"),
     "dropped": Stop(("DROP TABLE public.t",), "dropped", name_another(), written=None, after=None),
+    "dropped, a changelog": Stop(
+        ("DROP TABLE public.t",), "dropped", name_another(), written=None, after=None, mode="changelog"
+    ),
     "made anew": Stop(ANEW, "made anew", resnapshot),
     "unpublished": Stop(("ALTER PUBLICATION {} DROP TABLE public.t",), "no longer in publication", resnapshot),
     "unpublished, a changelog": Stop(
@@ -406,6 +415,11 @@ def test_what_cannot_be_followed_stops_before_it(databases: Databases, tmp_path:
             pipeline.apply()
         if stop.mode == "mirror":
             assert pipeline.target_rows(rows) == before
+        else:
+            with connected(pipeline.databases.target) as target:
+                folded = fold(target, sql.Identifier("public", "t"), ["id"], ["id", "a", "v", "w"])
+            texts = [tuple(None if value is None else str(value) for value in row) for row in before]
+            assert sorted(folded) == sorted(texts)
     stop.repair(pipeline)
     pipeline.apply()
     if name != "name taken":

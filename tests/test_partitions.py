@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine.errors import CannotFollow
+from tests.changelogs import assert_same_values
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 
@@ -109,11 +110,9 @@ def test_partitions(databases: Databases, tmp_path: Path, mode: Mode, data: str)
     for _ in range(2):
         pipeline.apply()
         pipeline.assert_verified()
-        if mode == "mirror":
-            for case in CASES:
-                names = "id, body" if case == "odd_order" else "*"
-                query = f"SELECT {names} FROM public.{case} ORDER BY id"
-                assert pipeline.target_rows(query) == pipeline.source_rows(query), case
+        for target in pipeline.record.targets:
+            names = [column.name for column in target.table.columns]
+            assert_same_values(pipeline, ["id"], names, "public", target.table.name)
         for case in CASES:
             play(case, *DATA)
 
