@@ -15,6 +15,8 @@ from tests.races.scene import Make
 
 pytestmark = pytest.mark.slow
 
+XID = "RETURNING pg_current_xact_id()::text"
+
 
 @pytest.fixture
 def asynchronous_source(make_server: ServerMaker) -> PostgresServer:
@@ -22,10 +24,11 @@ def asynchronous_source(make_server: ServerMaker) -> PostgresServer:
     return make_server(settings={"wal_writer_delay": "10s", "autovacuum": "off"})
 
 
-def commit_asynchronously(server: PostgresServer, statement: str) -> None:
-    """Commit without waiting for the log to be written."""
+def commit_asynchronously(server: PostgresServer, statement: str) -> str:
+    """Commit without waiting for the log to be written; the transaction's id."""
     with psycopg.connect(server.dsn(), options="-c synchronous_commit=off", autocommit=True) as connection:
-        connection.execute(statement.encode())
+        ((xid,),) = connection.execute(f"{statement} {XID}".encode()).fetchall()
+    return str(xid)
 
 
 def test_a_crash_after_a_chunk_saw_an_asynchronous_commit(
@@ -58,7 +61,8 @@ def test_a_crash_before_a_chunk_is_sealed(
         return finish(reader)
 
     chunk = pipeline.chunk(1).chunk
-    commit_asynchronously(asynchronous_source, "INSERT INTO public.t VALUES (100, 'phantom', NULL)")
+    pipeline.marker()  # the ids before are durable: none of them is given out again first
+    xid = commit_asynchronously(asynchronous_source, "INSERT INTO public.t VALUES (100, 'phantom', NULL)")
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotReader, "finish", crash)
         assert isinstance(copy_chunk_of(pipeline.pipeline, chunk), StreamFailed)
@@ -67,7 +71,8 @@ def test_a_crash_before_a_chunk_is_sealed(
 
     asynchronous_source.start()
     assert pipeline.source_rows("SELECT count(*) FROM public.t WHERE id = 100") == [(0,)]
-    pipeline.source("INSERT INTO public.t VALUES (101, 'with the id of the phantom', NULL)")
+    again = pipeline.source_rows(f"INSERT INTO public.t VALUES (101, 'with the id of the phantom', NULL) {XID}")
+    assert again == [(xid,)]
     pipeline.copy()
     pipeline.apply()
     pipeline.assert_equal()
