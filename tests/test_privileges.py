@@ -15,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import MissingPrivilege
+from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.preflight import Finding, preflight
 from tests.conftest import SESSION_SETTINGS, Databases, drop_database
 from tests.pipelines import PipelineUnderTest, execute, query_rows
@@ -257,3 +257,21 @@ def statements(finding: Finding) -> list[str]:
     found = re.fullmatch(r".*?[Rr]un: (.*?;)( \(on .*| or let .*)?", finding.error.solution, re.DOTALL)
     assert found is not None, finding.error.solution
     return re.findall(r"\S[^;]*;", found[1])
+
+
+def test_a_member_of_the_role_of_managed_services(server: PostgresServer, tmp_path: Path) -> None:
+    """On Amazon RDS roles replicate as members of a role, without the attribute: a refusal has another reason there."""
+    with shop_databases(server) as databases:
+        Grants(SOURCES[1], SINKS[2]).make(databases)
+        pipeline = pipeline_of(databases, tmp_path)
+        execute(databases.source, "ALTER ROLE cdc NOREPLICATION", "CREATE ROLE rds_replication")
+        try:
+            (finding,) = failures(pipeline)
+            assert type(finding.error) is MissingPrivilege
+            assert "GRANT rds_replication TO cdc" in finding.error.solution
+            execute(databases.source, "GRANT rds_replication TO cdc")
+            (finding,) = failures(pipeline)
+            assert type(finding.error) is ConnectionFailed
+            assert "replication" in finding.message
+        finally:
+            execute(databases.source, "DROP ROLE rds_replication")
