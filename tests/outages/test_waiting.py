@@ -16,6 +16,7 @@ from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import cli, commands
 from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fenced, GateClosed
 from airflow_cdc_provider.engine.state import read_heartbeats
+from tests.conftest import PIPELINE_ROLE
 from tests.outages.conftest import Pair
 from tests.outages.scene import (
     LONG,
@@ -187,7 +188,7 @@ def test_timeouts_of_role_and_database_do_not_reach_us(pair: Pair, make: Callabl
     names = {}
     for side, server in pair.servers.items():
         role = f"hurried_{side}_{pipeline.name}"
-        execute(server.dsn(), f"CREATE ROLE {role} LOGIN SUPERUSER REPLICATION")
+        execute(server.dsn(), f"CREATE ROLE {role} LOGIN REPLICATION IN ROLE {PIPELINE_ROLE}")
         for setting in SETTINGS:
             execute(server.dsn(), f"ALTER ROLE {role} SET {setting} = '300ms'")
             execute(server.dsn(), f"ALTER DATABASE {pipeline.name} SET {setting} = '300ms'")
