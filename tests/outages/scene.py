@@ -34,6 +34,7 @@ SCHEMA = (
     "CREATE TABLE public.filler (id int PRIMARY KEY, body text)",
 )
 QUICK = {"strategy": "fixed-delay", "attempts": 300, "delay": "200 ms"}
+FULL = "too many clients|connection slots are reserved"
 LONG = {"strategy": "fixed-delay", "attempts": 3, "delay": "1 hour"}
 
 
@@ -169,12 +170,27 @@ def halted(side: str) -> Outage:
     return outage
 
 
+def dropped(scene: Scene) -> AbstractContextManager[None]:
+    """Packets are lost, in both directions."""
+    assert scene.network is not None
+    return scene.network.unplugged()
+
+
 @contextmanager
 def read_only(scene: Scene) -> Iterator[None]:
     change = f"ALTER DATABASE {scene.database} {{}} default_transaction_read_only"
     execute(scene.pair.target.dsn(), change.format("SET") + " = on")
     yield
     execute(scene.pair.target.dsn(), change.format("RESET"))
+
+
+def small_tablespace(pair: Pair) -> str:
+    """The option of CREATE DATABASE that puts one on the target's small disk."""
+    if pair.disk is None:
+        pytest.skip("only root can mount a small disk")
+    with contextlib.suppress(psycopg.errors.DuplicateObject):
+        execute(pair.target.dsn(), f"CREATE TABLESPACE small LOCATION '{pair.disk}'")
+    return "TABLESPACE small"
 
 
 def locked(table: str) -> Outage:

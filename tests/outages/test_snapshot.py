@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +21,17 @@ from airflow_cdc_provider.engine.run import Run, run_part
 from airflow_cdc_provider.engine.sinks.base import Record
 from tests.outages.conftest import Pair
 from tests.outages.scene import (
+    FULL,
     Case,
+    Outage,
     Scene,
     assert_equal,
+    dropped,
     frozen,
     halted,
     locked,
     read_only,
+    small_tablespace,
     stopped,
 )
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
@@ -51,7 +57,38 @@ def sink_gone(scene: Scene) -> Iterator[None]:
     yield
 
 
-SNAPSHOT_CASES = {
+def full(side: str) -> Outage:
+    """Others have taken all connections of a server."""
+
+    @contextmanager
+    def outage(scene: Scene) -> Iterator[None]:
+        with contextlib.ExitStack() as guests:
+            with contextlib.suppress(psycopg.OperationalError):
+                while True:
+                    guests.enter_context(psycopg.connect(scene.pair.servers[side].dsn(), application_name="guest"))
+            yield
+
+    return outage
+
+
+@contextmanager
+def disk_full(scene: Scene) -> Iterator[None]:
+    """The target's disk has become as small as what is on it."""
+    assert scene.pair.disk is not None
+    found = os.statvfs(scene.pair.disk)
+    for blocks in (found.f_blocks - found.f_bfree, found.f_blocks):
+        size = f"remount,size={blocks * found.f_bsize}"
+        subprocess.run(["mount", "-o", size, str(scene.pair.disk)], check=True)
+        if blocks != found.f_blocks:
+            yield
+
+
+# Of these a chunk notices only that needs a new connection.
+BETWEEN_CHUNKS = {
+    "the source is out of connections": Case(full("source"), FULL),
+    "the target is out of connections": Case(full("target"), FULL),
+}
+SNAPSHOT_CASES = BETWEEN_CHUNKS | {
     "the source crashes": Case(stopped("source", "immediate"), "airflow-cdc|connection|terminat"),
     "the target crashes": Case(stopped("target", "immediate"), "connection"),
     "a reader is ended": Case(backend_gone, "terminating connection|no COPY in progress|server closed"),
@@ -63,6 +100,13 @@ SNAPSHOT_CASES = {
     "the source hangs": Case(halted("source"), "given no answer for 2 seconds, and the server does not answer"),
     "the target is read-only": Case(read_only, "read-only transaction"),
     "a lock on a target table": Case(locked("public.b"), "lock timeout"),
+    "the target's disk is full": Case(disk_full, "No space left on device"),
+    "packets to the source are lost": Case(
+        dropped, "given no answer for 2 seconds, and the server does not", "source", network=True
+    ),
+    "packets to the target are lost": Case(
+        dropped, "server closed the connection|already closed|timed out|no answer", "target", network=True
+    ),
 }
 
 
@@ -79,30 +123,42 @@ def assert_whole_chunks(pipeline: PipelineUnderTest) -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("title", SNAPSHOT_CASES)
 def test_the_snapshot_survives(
-    pair: Pair, make: Callable[..., PipelineUnderTest], monkeypatch: pytest.MonkeyPatch, title: str
+    pair: Pair,
+    make: Callable[..., PipelineUnderTest],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    title: str,
 ) -> None:
     """The outage comes when the second chunk is about to be read; the first one stays as it is."""
     case = SNAPSHOT_CASES[title]
-    pipeline = make(through=case.through)
+    network = request.getfixturevalue("network") if case.network else None
+    tablespace = small_tablespace(pair) if case.outage is disk_full else ""
+    pipeline = make(through=case.through, tablespace=tablespace, network=network)
     pipeline.provision()
     errors: list[CdcError] = []
     chunks = itertools.count()
 
     def attempt(run: Run, record: Record) -> None:
         for chunk in record.unfinished:
-            result = copy_chunk_of(run.pipeline, chunk, run.epoch)
+            if title in BETWEEN_CHUNKS:
+                strike("before-chunk-read")
+            try:
+                result = copy_chunk_of(run.pipeline, chunk, run.epoch)
+            except CdcError as e:
+                result = e
             if isinstance(result, CdcError):
                 errors.append(result)
                 raise result
 
     with contextlib.ExitStack() as outage, run_part(pipeline.pipeline, "snapshot-0", None) as (run, record):
-        scene = Scene(pair, pipeline, None, monkeypatch)  # type: ignore[arg-type]
+        scene = Scene(pair, pipeline, None, monkeypatch, network)  # type: ignore[arg-type]
 
         def strike(name: str) -> None:
             if name == "before-chunk-read" and next(chunks) == 1:
                 outage.enter_context(case.outage(scene))
 
-        monkeypatch.setattr(reading, "failpoint", strike)
+        if title not in BETWEEN_CHUNKS:
+            monkeypatch.setattr(reading, "failpoint", strike)
 
         def wait(run: Run, seconds: float) -> None:
             outage.close()

@@ -12,7 +12,7 @@ import contextlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import psutil
 import psycopg
@@ -23,6 +23,7 @@ from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from tests.outages.conftest import Pair
 from tests.outages.scene import (
+    FULL,
     SECONDS,
     Case,
     Outage,
@@ -31,20 +32,19 @@ from tests.outages.scene import (
     applied,
     assert_equal,
     copied,
+    dropped,
     frozen,
     halted,
     locked,
     marker,
     read_only,
+    small_tablespace,
     stopped,
 )
 from tests.pipelines import PipelineUnderTest, execute, query_rows
 from tests.streaming import Streaming
 
 pytestmark = pytest.mark.slow
-
-
-FULL = "too many clients|connection slots are reserved"
 
 
 def full(side: str) -> Outage:
@@ -77,12 +77,6 @@ def disk_full(scene: Scene) -> Iterator[None]:
     )
     yield
     subprocess.run(["mount", "-o", "remount,size=300m", str(scene.pair.disk)], check=True)
-
-
-def dropped(scene: Scene) -> AbstractContextManager[None]:
-    """Packets are lost, in both directions."""
-    assert scene.network is not None
-    return scene.network.unplugged()
 
 
 @contextmanager
@@ -178,11 +172,7 @@ def test_the_stream_survives(
     tablespace = ""
     network = request.getfixturevalue("network") if case.network else None
     if case.outage is disk_full:
-        if pair.disk is None:
-            pytest.skip("only root can mount a small disk")
-        with contextlib.suppress(psycopg.errors.DuplicateObject):
-            execute(pair.target.dsn(), f"CREATE TABLESPACE small LOCATION '{pair.disk}'")
-        tablespace = "TABLESPACE small"
+        tablespace = small_tablespace(pair)
     pipeline = copied(make(through=case.through, tablespace=tablespace, network=network))
     with Traffic(pipeline) as traffic:
         stream = Streaming(pipeline)
