@@ -225,8 +225,13 @@ class Calls:
             except BaseException as e:
                 future.set_exception(e)
 
-    def end(self) -> None:
-        """End the thread; one whose call was given up ends with it, if ever."""
+    def end(self, last: Callable[[], None] | None = None) -> None:
+        """End the thread; one whose call was given up ends with it, if ever.
+
+        :param last: a call that is made before, and for whose result nobody waits.
+        """
+        if last is not None:
+            self._work.put((Future(), last, ()))
         self._work.put(None)
 
 

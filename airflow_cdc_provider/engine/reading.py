@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import adbc_driver_manager
@@ -117,7 +116,7 @@ class SnapshotReader:
         try:
             with _as_failure(read.dsn):
                 dsn = session_dsn(read.dsn, "airflow-cdc read", _SETTINGS)
-                self._connection = self._call(partial(adbc.connect, dsn, autocommit=True))
+                self._call(self._connect, dsn)
                 with self._cursor() as cursor:
                     self._execute(cursor, NO_TRANSACTION_TIMEOUT)
                     self._execute(cursor, "SELECT pg_backend_pid()")
@@ -127,10 +126,18 @@ class SnapshotReader:
             raise
 
     def close(self) -> None:
-        """Close the connection, and with it whatever is open; one that has been given up is left alone."""
-        if self._connection is not None and not self._call.lost:
-            self._call(self._connection.close)
-        self._call.end()
+        """Close the connection and whatever is open; if it has been given up, when its call ends, if ever."""
+        if not self._call.lost:
+            self._call(self._disconnect)
+        self._call.end(self._disconnect)
+
+    def _connect(self, dsn: str) -> None:
+        # Kept here rather than returned: somebody has to close it also when nobody waits for it any more.
+        self._connection = adbc.connect(dsn, autocommit=True)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
     @contextmanager
     def _cursor(self) -> Iterator[Any]:
