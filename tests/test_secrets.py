@@ -187,6 +187,29 @@ def test_a_run_shows_no_password(
     assert_clean("the server's log", server.log_file.read_bytes())
 
 
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+def test_tasks_that_fail_show_no_password(server: PostgresServer, temporary: Path, tmp_path: Path) -> None:
+    """One ends with an error of ours, the other with its worker, of which Spark says what it can."""
+    pipeline = PipelineUnderTest(
+        tmp_path,
+        Databases(server.dsn("shop"), server.dsn("dw")),
+        ["public.t"],
+        source={"dsn": uri(server, "shop", PIPELINE_ROLE, SOURCE)},
+        sink={"dsn": uri(server, "dw", SINK_ROLE, SINK)},
+        spark={"conf": {"spark.log.level": "INFO"}},
+    )
+    pipeline.provision()
+    pipeline.file.rename(temporary / "pipeline.yaml")  # the one place where they may stand
+    pipeline.file = temporary / "pipeline.yaml"
+    for action, words in (("error", "failpoint before-chunk-read fired"), ("kill", "SparkException")):
+        outcome = pipeline.run("snapshot", code=1, failpoint=f"before-chunk-read:{action}")
+        assert words in outcome.stderr
+    pipeline.file.unlink()
+    assert_clean_files(tmp_path)
+    assert [path for path in temporary.rglob("*") if path.is_file()] == []
+
+
 # -- messages ------------------------------------------------------------------------------------------
 
 
