@@ -1,12 +1,19 @@
-"""COPY from Arrow into Postgres: text columns as CSV, without a Python loop per row."""
+"""COPY from Arrow into Postgres: text columns as CSV, without a Python loop per row.
+
+Large rows are an exception: each is copied by a statement of its own, in slices. The server limits a row's length as
+CSV, and a second copy of it in memory would be one too many.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
+import numpy as np
 import psycopg2
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 from psycopg2 import sql
 
@@ -15,6 +22,9 @@ from airflow_cdc_provider.engine.connection import Connection
 # Every value is quoted and a NULL is not, so that '' and NULL stay apart.
 _OPTIONS = pa_csv.WriteOptions(include_header=False, quoting_style="all_valid")
 _READ_BYTES = 1 << 20
+_LARGE_BYTES = 4 << 20
+# In place of double quotes, each of which would count twice. Text rarely has any of these.
+_QUOTES = "\x01\x02\x1e\x1f"
 
 
 def copy_batches(
@@ -28,25 +38,43 @@ def copy_batches(
     :returns: rows copied.
     """
     names = sql.SQL(", ").join(map(sql.Identifier, columns))
-    statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT csv)").format(table, names)
+    statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT csv, QUOTE {})")
+    count = 0
+    parts = (part for batch in batches for part in _single_out(batch))
+    for large, group in groupby(parts, key=lambda part: part[0]):
+        if large:
+            for _, row in group:
+                quote = _choose_quote(row)
+                command = statement.format(table, names, sql.Literal(quote))
+                count += copy_stream(connection, command, _row_csv(row, quote.encode()))
+        else:
+            count += copy_stream(connection, statement.format(table, names, sql.Literal('"')), _csv(group))
+    return count
+
+
+def copy_stream(connection: Connection, statement: sql.Composable, chunks: Iterator[bytes]) -> int:
+    """Run a COPY FROM STDIN, within the connection's transaction.
+
+    :param chunks: none of them empty.
+    :returns: rows copied.
+    """
     with connection.cursor() as cursor:
-        reader = _CsvReader(iter(batches))
+        stream = _Stream(chunks)
         try:
-            cursor.copy_expert(statement, reader, size=_READ_BYTES)
+            cursor.copy_expert(statement, stream, size=_READ_BYTES)
         except psycopg2.Error:
-            if reader.failure is not None:  # COPY wraps it into an error of its own
-                raise reader.failure from None
+            if stream.failure is not None:  # COPY wraps it into an error of its own
+                raise stream.failure from None
             raise
         return cursor.rowcount
 
 
-class _CsvReader(io.RawIOBase):
-    """A readable file of the CSV of some batches, one batch in memory at a time."""
+class _Stream(io.RawIOBase):
+    """A readable file of some chunks; each read returns the next one."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+    def __init__(self, chunks: Iterator[bytes]) -> None:
         super().__init__()
-        self._batches = batches
-        self._current: pa.BufferReader | None = None
+        self._chunks = chunks
         self.failure: Exception | None = None
 
     def readable(self) -> bool:
@@ -54,18 +82,66 @@ class _CsvReader(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         try:
-            return self._read(size)
+            return next(self._chunks, b"")
         except Exception as e:
             self.failure = e
             raise
 
-    def _read(self, size: int) -> bytes:
-        while True:
-            if self._current is not None and (data := self._current.read(size)):
-                return bytes(data)
-            batch = next(self._batches, None)
-            if batch is None:
-                return b""
-            output = pa.BufferOutputStream()
-            pa_csv.write_csv(batch, output, _OPTIONS)
-            self._current = pa.BufferReader(output.getvalue())
+
+def _single_out(batch: pa.RecordBatch) -> Iterator[tuple[bool, pa.RecordBatch]]:
+    """Cut a batch into its large rows, each alone, and runs of the others; true for the large ones."""
+    start = 0
+    if batch.nbytes >= _LARGE_BYTES:
+        texts = [c for c in batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+        lengths = (pc.fill_null(pc.binary_length(text), 0).to_numpy().astype(np.int64) for text in texts)
+        sizes = sum(lengths, np.zeros(batch.num_rows, np.int64))
+        for row in np.flatnonzero(sizes >= _LARGE_BYTES).tolist():
+            if row > start:
+                yield False, batch.slice(start, row - start)
+            yield True, batch.slice(row, 1)
+            start = row + 1
+    if start < batch.num_rows:
+        yield False, batch.slice(start)
+
+
+def _csv(parts: Iterable[tuple[bool, pa.RecordBatch]]) -> Iterator[bytes]:
+    """The CSV of some batches, one batch in memory at a time."""
+    for _, batch in parts:
+        output = pa.BufferOutputStream()
+        pa_csv.write_csv(batch, output, _OPTIONS)
+        yield from _slices(output.getvalue())
+
+
+def _choose_quote(row: pa.RecordBatch) -> str:
+    """A character that does not stand in the row, so that the row is hardly longer as CSV; or else the rarest."""
+    texts = [column.cast(pa.large_string()) for column in row.columns]
+    counts = {}
+    for quote in _QUOTES:
+        counts[quote] = sum(pc.count_substring(text, quote)[0].as_py() or 0 for text in texts)
+        if not counts[quote]:
+            break
+    return min(counts, key=counts.__getitem__)
+
+
+def _row_csv(row: pa.RecordBatch, quote: bytes) -> Iterator[bytes]:
+    """The CSV of one row."""
+    for number, column in enumerate(row.columns):
+        if number:
+            yield b","
+        if column.null_count:
+            continue
+        yield quote
+        text = column.cast(pa.large_string())
+        _, offsets, data = text.buffers()
+        start, end = np.frombuffer(offsets, np.int64)[text.offset :][:2]
+        for chunk in _slices(data.slice(start, end - start)):
+            yield chunk.replace(quote, quote + quote)
+        yield quote
+    yield b"\n"
+
+
+def _slices(buffer: pa.Buffer) -> Iterator[bytes]:
+    """Copies of a buffer's bytes, some at a time."""
+    view = memoryview(buffer)
+    for at in range(0, len(view), _READ_BYTES):
+        yield bytes(view[at : at + _READ_BYTES])
