@@ -247,7 +247,7 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
 
     with connected(dsn) as source:
         origin = Origin.of(read_identity(source, slot, _PUBLICATION).to_dict())
-    options = SourceOptions(dsn, slot, _PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0)
+    options = SourceOptions(dsn, slot, _PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0)  # type: ignore[arg-type]
     lab.spark.dataSource.register(postgres_cdc(options))
     pieces = lab.spark.readStream.format("postgres_cdc").load()
     checkpoint = lab.directory / "checkpoints" / slot

@@ -437,6 +437,7 @@ def follow_log(
 ) -> None:
     """One attempt of the stream job; with ``until`` ``None`` it goes on until the run is asked to stop."""
     job = StreamJob(None, run, record, report)  # type: ignore[arg-type]
+    job._sweep()
     reader = SlotStreamReader(job._source_options())
     try:
         with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:

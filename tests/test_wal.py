@@ -178,6 +178,26 @@ def test_the_slot_moves_only_when_told(databases: Databases) -> None:
         assert await_condition(lambda: read_slot(source, slot).confirmed_flush_lsn == end.lsn, 10)  # type: ignore[union-attr]
 
 
+def test_a_buffer_is_full_whatever_libpq_holds(databases: Databases) -> None:
+    """A large message leaves libpq with a large buffer, into which many others fit."""
+    with (
+        slot_reader(databases.source, block_bytes=1 << 16, buffer_bytes=1 << 20) as (reader, _),
+        psycopg.connect(databases.source, autocommit=True) as source,
+    ):
+        source.execute("ALTER TABLE t ALTER body SET STORAGE EXTERNAL")
+        source.execute("INSERT INTO t SELECT 0, repeat('x', 40 << 20)")
+        with connected(databases.source) as control:
+            end = reader.reach(emit_marker(control, "test"))
+            source.execute("INSERT INTO t SELECT n, repeat('x', 1 << 16) FROM generate_series(1, 300) n")
+            marker = emit_marker(control, "test")
+        largest = 0
+        while end.lsn < marker:
+            reader.committed(end)
+            end = reader.reach(marker)
+            largest = max(largest, reader._buffer.bytes)
+    assert 1 << 20 <= largest < 2 << 20
+
+
 @pytest.mark.slow
 def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: ServerMaker) -> None:
     """Back-pressure reaches the server, and status goes out all the same: the connection outlives the timeouts."""

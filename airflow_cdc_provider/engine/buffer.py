@@ -83,7 +83,9 @@ class Buffer:
         self._content = False
         self._restart([], self._relations, None)
 
-    def _restart(self, messages: list[bytes], relations: dict[int, bytes], transaction: OpenTransaction | None) -> None:
+    def _restart(
+        self, messages: list[bytes | memoryview], relations: dict[int, bytes], transaction: OpenTransaction | None
+    ) -> None:
         """Begin a block with messages that were not sealed, and the context in which they stand."""
         self._messages = messages
         self._size = sum(map(len, messages))
@@ -93,7 +95,7 @@ class Buffer:
         self._committed_lsn = 0
         self._committed_relations = relations
 
-    def add(self, message: bytes) -> None:
+    def add(self, message: bytes | memoryview) -> None:
         """Add one pgoutput message, without the header of XLogData.
 
         :raises ProtocolError: when a commit ends another transaction than has begun. Other damage is found when
@@ -101,7 +103,7 @@ class Buffer:
         :raises struct.error: when the message is cut short.
         """
         tag = message[0]
-        if tag == _MESSAGE and not message[10:].startswith(_MARKER):
+        if tag == _MESSAGE and message[10 : 10 + len(_MARKER)] != _MARKER:
             return  # of another application; it may come between transactions
         self._messages.append(message)
         self._size += len(message)
@@ -120,7 +122,7 @@ class Buffer:
             return
         elif tag == _RELATION:
             (oid,) = struct.unpack_from(">I", message, 1)
-            self._relations = {**self._relations, oid: message}
+            self._relations = {**self._relations, oid: bytes(message)}
             self._content = True
         elif tag == _TRUNCATE:
             self._content = True
@@ -182,7 +184,7 @@ class Buffer:
         transaction = self._transaction and dataclasses.replace(self._transaction, seq=self._rows)
         self._restart([], self._relations, transaction)
 
-    def _append(self, messages: list[bytes], end: Position) -> None:
+    def _append(self, messages: list[bytes | memoryview], end: Position) -> None:
         relations, transaction = self._context
         lengths = np.fromiter(map(len, messages), dtype="<i4", count=len(messages))
         self._blocks.append(Block(Piece(b"".join(messages), lengths.tobytes(), relations, transaction), end))

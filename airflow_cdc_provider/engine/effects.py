@@ -299,8 +299,7 @@ def _changelog_rows(
     for row in np.flatnonzero(changes.op == ord("t")):
         stays[row] = filter_.truncate(int(changes.xid[row])) is not Visibility.ALL
 
-    take = pa.array(np.flatnonzero(stays))
-    deleted = pa.array(op == ord("d"))
+    deleted = op == ord("d")
     columns = {
         OP: pa.array([chr(code) for code in op]),
         "commit_lsn": pa.array(changes.commit_lsn),
@@ -312,17 +311,20 @@ def _changelog_rows(
     for i in range(len(changes.new)):
         column, unsent = sent(changes, i, key)
         # A delete tells its key; the other columns of its row are in _before alone.
-        gone = changes.old[i] if i in key and changes.old is not None else pa.scalar(None, pa.large_string())
-        columns[f"c{i}"] = pc.if_else(deleted, gone, column)
+        if deleted.any():
+            gone = changes.old[i] if i in key and changes.old is not None else pa.scalar(None, pa.large_string())
+            column = pc.if_else(pa.array(deleted), gone, column)
+        columns[f"c{i}"] = column
         if unsent is not None:
-            unchanged[_quoted(table.columns[i].name)] = unsent & (op != ord("d"))
+            unchanged[_quoted(table.columns[i].name)] = unsent & ~deleted
     if unchanged:
         columns[UNCHANGED] = _array_literal(unchanged)
     if changes.old is not None:
         kind = pa.array([chr(code) if code else None for code in changes.old_kind], pa.string())
         columns[OLD_KIND] = pc.if_else(pa.array(op == ord("i")), pa.scalar(None, pa.string()), kind)
         columns |= {f"b{i}": column for i, column in enumerate(changes.old)}
-    return pa.table(columns).take(take)
+    rows = pa.table(columns)
+    return rows if stays.all() else rows.take(pa.array(np.flatnonzero(stays)))
 
 
 def _array_literal(masks: Mapping[str, NDArray[np.bool_]]) -> pa.Array:

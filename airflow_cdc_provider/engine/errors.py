@@ -208,5 +208,24 @@ class CannotFollow(Refused):
     """The stream carries a change of schema that cannot be applied to the sink."""
 
 
+class LimitExceeded(Refused):
+    """A row, or a change of one, exceeds what a Postgres server can send or take: a gigabyte in a message."""
+
+    remedy = (
+        "Nothing of it was applied, and trying again does not help. Shorten the row, or leave its large column out by"
+        " `columns` in the pipeline file. If the change is in the log already, `airflow-cdc resnapshot --all` goes on"
+        " without it: it makes the slot anew and reads the tables again."
+    )
+    """The solution, wherever it happens."""
+
+    @classmethod
+    def by(cls, said: str) -> LimitExceeded:
+        """What is told of a server's error.
+
+        :param said: where it happened, and the server's words.
+        """
+        return cls(f"{said}: a row, or a change of one, is beyond the server's limits", cls.remedy)
+
+
 class ValueRefused(Refused):
     """A target column cannot hold a value that the source has: an enum label, a narrower or other type."""

@@ -63,10 +63,15 @@ class Piece:
     :param transaction: the transaction in progress at the start, None outside of one.
     """
 
-    data: bytes = field(repr=False)
+    data: bytes | bytearray = field(repr=False)
     lengths: bytes = field(repr=False)
     relations: tuple[bytes, ...]
     transaction: OpenTransaction | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all messages, also where ``data`` is somewhere else."""
+        return int(np.frombuffer(self.lengths, "<i4").sum(dtype=np.int64))
 
     def to_bytes(self) -> bytes:
         """Pack the piece for shipping; :meth:`from_bytes` is the inverse."""
@@ -207,7 +212,7 @@ def _refuse(bad: Flags, describe: Callable[[int], str], solution: str = _REPORT)
 class _Wire:
     """The bytes of a piece and where its messages are: arrays with one entry for each message."""
 
-    data: bytes
+    data: bytes | bytearray
     start: Ints
     length: Ints
     kind: Octets
@@ -314,7 +319,7 @@ def _versions(wire: _Wire, relations: Sequence[bytes]) -> list[tuple[int, Relati
     """List the versions of relations, each with the message from which on it holds, ordered by oid and message."""
     described = [(0, body) for body in relations]
     for i in np.flatnonzero(wire.kind == _R).tolist():
-        described.append((i, wire.data[wire.start[i] : wire.start[i] + wire.length[i]]))
+        described.append((i, bytes(wire.data[wire.start[i] : wire.start[i] + wire.length[i]])))
     in_force: dict[bytes, bytes] = {}
     versions = []
     for since, body in described:
@@ -407,7 +412,7 @@ def _values(
     return kind, start, start + length
 
 
-def _strings(data: bytes, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:
+def _strings(data: bytes | bytearray, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:
     """Collect the values of one column; ``text``: which of the present rows have one (not null, not left out).
 
     Values and the bytes between them are an Arrow array without any copying, because positions grow from row to row.

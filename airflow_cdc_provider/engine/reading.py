@@ -23,7 +23,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, Connection, describe, session_dsn
-from airflow_cdc_provider.engine.errors import CdcError, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.liveness import Calls
 from airflow_cdc_provider.engine.lsn import parse_lsn
@@ -231,13 +231,25 @@ def _sqlstate(error: BaseException) -> str | None:
     return getattr(error, "pgcode", None) or getattr(error, "sqlstate", None)
 
 
-def driver_failure(error: BaseException, where: str) -> StreamFailed:
+def exceeds_limit(state: str | None, text: str) -> bool:
+    """Whether an error of a server says that a row is too large for it.
+
+    :param state: the SQLSTATE. That of a row that outgrows the memory of a message is one of the server's own bugs, and
+        its text is never translated.
+    """
+    return state == "54000" or "invalid memory alloc request size" in text
+
+
+def driver_failure(error: BaseException, where: str) -> CdcError:
     """An engine error for an error of a database driver."""
     text = str(error).strip()
     if isinstance(error, adbc_driver_manager.Error):
         text = text.rpartition("': ")[2]  # it begins with the query
+    message = f"{where}: {text.splitlines()[0] if text else type(error).__name__}"
+    if exceeds_limit(_sqlstate(error), text):
+        return LimitExceeded.by(message)
     return StreamFailed(
-        f"{where}: {text.splitlines()[0] if text else type(error).__name__}",
+        message,
         " ".join(
             [
                 _SOLUTIONS.get(_sqlstate(error) or "", "If it persists, look at the server's log."),

@@ -102,8 +102,8 @@ def outliving(spark: SparkSession) -> Iterator[None]:
             raise
         raise SparkLost(
             "Spark's JVM has ended in the middle of the work",
-            "If its last words in the log are of memory, raise spark.driver.memory: it needs about twenty times the"
-            " largest row. Then start again: what has been committed stays.",
+            "If its last words in the log are of memory, raise spark.driver.memory, or lower stream.max_batch_bytes: a"
+            " batch of the log passes through it. Then start again: what has been committed stays.",
         ) from e
 
 

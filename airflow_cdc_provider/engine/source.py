@@ -17,15 +17,23 @@ Schema of the stream, one row a piece:
 ``end``     string   JSON of the position at which the batch ends
 ``index``   int      order of the piece in the batch
 ``piece``   binary   :meth:`Piece.to_bytes`; empty in a batch that only advances
+``deposit`` string   where the sink has the messages of the piece; null if they
+                     stand in it
 ==========  =======  ===========================================================
+
+A piece is as large as a block, unless a single row is larger. Such a row must not pass through the JVM, which would
+hold several copies of it and cannot ship more than ``spark.rpc.message.maxSize``: its piece is deposited in the sink,
+which each executor reaches, and fetched by the task that stages it.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -36,12 +44,25 @@ from pyspark.sql.types import StructType
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.pgoutput import Piece
+from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.sinks.base import Sink
+from airflow_cdc_provider.engine.table import human_bytes
 from airflow_cdc_provider.engine.wal import WalReader
 
-SCHEMA = "start string, end string, index int, piece binary"
+SCHEMA = "start string, end string, index int, piece binary, deposit string"
 
-_ARROW = pa.schema([("start", pa.string()), ("end", pa.string()), ("index", pa.int32()), ("piece", pa.binary())])
+_ARROW = pa.schema(
+    [
+        ("start", pa.string()),
+        ("end", pa.string()),
+        ("index", pa.int32()),
+        ("piece", pa.binary()),
+        ("deposit", pa.string()),
+    ]
+)
 _BLOCK_BYTES = 8 << 20
+_SHIPPED_BYTES = 2 * _BLOCK_BYTES  # a larger piece is one of a large row
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,8 @@ class SourceOptions:
     :param applied: LSN that is durable in the sink; the stream is asked from there.
     :param max_batch_bytes: bytes of messages a batch should not exceed.
     :param heartbeat: seconds between two advances without content.
+    :param sink: where pieces are deposited that are too large to be shipped.
+    :param epoch: of the run.
     """
 
     dsn: str = field(repr=False)
@@ -61,6 +84,8 @@ class SourceOptions:
     applied: int
     max_batch_bytes: int
     heartbeat: float
+    sink: Sink
+    epoch: int
 
 
 def postgres_cdc(options: SourceOptions) -> type[DataSource]:
@@ -88,9 +113,9 @@ def postgres_cdc(options: SourceOptions) -> type[DataSource]:
 class PiecePartition(InputPartition):
     """One row of the stream, shipped with its task."""
 
-    def __init__(self, start: str, end: str, index: int, piece: bytes) -> None:
+    def __init__(self, start: str, end: str, index: int, piece: bytes, deposit: str | None = None) -> None:
         super().__init__(index)
-        self.start, self.end, self.index, self.piece = start, end, index, piece
+        self.row = {"start": start, "end": end, "index": index, "piece": piece, "deposit": deposit}
 
 
 class SlotStreamReader(DataSourceStreamReader):
@@ -100,6 +125,7 @@ class SlotStreamReader(DataSourceStreamReader):
         self._options = options
         self._reader: WalReader | None = None
         self._advanced = 0.0
+        self._deposits: list[str] = []
 
     def _connected(self) -> WalReader:
         if self._reader is None:
@@ -129,6 +155,7 @@ class SlotStreamReader(DataSourceStreamReader):
             failpoint("before-acknowledgement")
             reader.committed(after)
             failpoint("after-acknowledgement")
+            self._discard()
         end = reader.cut(after, getattr(limit, "max_bytes", options.max_batch_bytes))
         if end == after and time.monotonic() - self._advanced >= options.heartbeat:
             end = reader.idle_position(after)
@@ -141,18 +168,42 @@ class SlotStreamReader(DataSourceStreamReader):
         first, last = Position.from_json(start), Position.from_json(end)
         failpoint("before-batch-planned")
         pieces = self._connected().take(first, last)
-        failpoint("after-batch-planned")
         texts = json.dumps(start), json.dumps(end)
-        if not pieces:
-            return [PiecePartition(*texts, 0, b"")]
-        return [PiecePartition(*texts, i, piece.to_bytes()) for i, piece in enumerate(pieces)]
+        planned = [PiecePartition(*texts, i, *self._shippable(piece)) for i, piece in enumerate(pieces)]
+        failpoint("after-batch-planned")
+        return planned or [PiecePartition(*texts, 0, b"")]
+
+    def _shippable(self, piece: Piece) -> tuple[bytes, str | None]:
+        """Pack a piece; one that is too large without its messages, which are deposited in the sink."""
+        if piece.size <= _SHIPPED_BYTES:
+            return piece.to_bytes(), None
+        name = uuid.uuid4().hex
+        self._deposits.append(name)
+        with _sink_failures(f"depositing {human_bytes(piece.size)} of the log in the sink"):
+            self._options.sink.deposit(self._options.epoch, name, piece.data)
+        return replace(piece, data=b"").to_bytes(), name
+
+    def _discard(self) -> None:
+        """Remove what was deposited for batches that are committed. What a lost run has left is swept at the start."""
+        if self._deposits:
+            with _sink_failures("removing deposits from the sink"):
+                self._options.sink.discard(self._options.epoch, self._deposits)
+            self._deposits = []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the one row of a partition; runs on an executor."""
         assert isinstance(partition, PiecePartition)
-        row = {"start": partition.start, "end": partition.end, "index": partition.index, "piece": partition.piece}
-        yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
+        yield pa.RecordBatch.from_pylist([partition.row], schema=_ARROW)
 
     def stop(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+
+@contextmanager
+def _sink_failures(what: str) -> Iterator[None]:
+    """Raise errors of the sink's driver as the engine's, by whose names the job tells them."""
+    try:
+        yield
+    except DRIVER_ERRORS as e:
+        raise driver_failure(e, what) from e

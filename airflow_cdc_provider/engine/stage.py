@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.connection import Connection, connect
 from airflow_cdc_provider.engine.effects import TableFilter, between, effects
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
-from airflow_cdc_provider.engine.pgoutput import Piece, decode
+from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
 from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Target
 
@@ -52,19 +52,27 @@ class Stage:
             for row in batch.to_pylist():
                 message: StagedPiece | Misfit | CdcError
                 try:
-                    message = self._stage(row["start"], row["end"], row["index"], row["piece"])
+                    message = self._stage(**row)
                 except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
                     message = e
                 except DRIVER_ERRORS as e:
                     message = driver_failure(e, "staging")
                 yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
 
-    def _stage(self, start: str, end: str, index: int, data: bytes) -> StagedPiece | Misfit:
-        piece = Piece.from_bytes(data) if data else None
-        decoded = [between(changes, self.since, self.before) for changes in (decode(piece) if piece else [])]
+    def _decode(self, packed: bytes, deposit: str | None) -> tuple[list[Changes], int]:
+        """The changes of a piece, and the commit record of the transaction that is open at its start, or 0."""
+        if not packed:
+            return [], 0
+        piece = Piece.from_bytes(packed)
+        if deposit is not None:
+            piece = replace(piece, data=self.sink.fetch(self.epoch, deposit, piece.size))
+        decoded = [between(changes, self.since, self.before) for changes in decode(piece)]
+        return decoded, piece.transaction.commit_lsn if piece.transaction else 0
+
+    def _stage(self, start: str, end: str, index: int, piece: bytes, deposit: str | None) -> StagedPiece | Misfit:
+        decoded, opened = self._decode(piece, deposit)
         tables = {oid: target.table for oid, target in self.targets.items()}
         snapshots = {label: filter_.snapshots for label, filter_ in self.filters.items()}
-        opened = piece.transaction.commit_lsn if piece and piece.transaction else 0
         misfit = first_misfit(decoded, tables, snapshots, opened)
         if misfit is not None:
             return misfit

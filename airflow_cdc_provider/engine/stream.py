@@ -128,10 +128,12 @@ class StreamJob:
             self._units.applied,
             pipeline.stream.max_batch_bytes,
             pipeline.stream.heartbeat,
+            self._sink,
+            self._run.epoch,
         )
 
     def _start(self) -> StreamingQuery:
-        self._sink.sweep(self._run.epoch)
+        self._sweep()
         self._spark.dataSource.register(postgres_cdc(self._source_options()))
         pieces = self._spark.readStream.format("postgres_cdc").load()
         return (
@@ -186,7 +188,11 @@ class StreamJob:
             log.warning("the streaming query did not end: %s", str(e).splitlines()[0])
         # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
         with contextlib.suppress(CdcError, *DRIVER_ERRORS):
-            self._sink.sweep(self._run.epoch)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        self._sink.sweep(self._run.epoch)
+        self._sink.discard(self._run.epoch)
 
     # -- one batch ---------------------------------------------------------------------------------
 
@@ -217,12 +223,12 @@ class StreamJob:
 
 def _query_failure(text: str) -> CdcError:
     """What the source's process raised, told by its text: it is another process, which only Spark talks to."""
-    lines = [line.strip() for line in text.splitlines() if "airflow_cdc_provider.engine.errors." in line]
-    if lines:
-        _, _, tail = lines[-1].partition("airflow_cdc_provider.engine.errors.")
-        name, _, message = tail.partition(": ")
+    _, told, tail = text.rpartition(f"{errors.__name__}.")
+    if told:
+        name, _, message = tail.splitlines()[0].strip().partition(": ")
         kind = getattr(errors, name, StreamFailed)  # by which is decided whether to begin again
-        return cast(CdcError, kind(message, "Start again: the stream goes on from the last commit."))
+        solution = getattr(kind, "remedy", "Start again: the stream goes on from the last commit.")
+        return cast(CdcError, kind(message, solution))
     return StreamFailed(
         f"the streaming query ended: {text.splitlines()[0] if text else 'without a message'}",
         "Start again: the stream goes on from the last commit. Spark's log has the whole error.",

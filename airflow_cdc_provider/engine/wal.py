@@ -39,17 +39,19 @@ from airflow_cdc_provider.engine.connection import (
     scalar,
     session_dsn,
 )
-from airflow_cdc_provider.engine.errors import ProtocolError, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
+from airflow_cdc_provider.engine.reading import exceeds_limit
 from airflow_cdc_provider.engine.slot import read_slot
 
 _ANSWER_SECONDS = 60.0
 _PATIENCE_SECONDS = 300.0
 _HEADER = 25  # of XLogData: kind, start, end, time
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
+_COPIED_BYTES = 1 << 20  # a larger message is not copied out of libpq's buffer before its block is sealed
 
 
 class WalReader:
@@ -159,7 +161,7 @@ class WalReader:
             try:
                 self._read()
             except psycopg.Error as e:
-                raise StreamFailed(*_ended(self._connection)) from e
+                raise _ended(self._connection) from e
         except Exception as e:  # handed to the next caller, who runs in Spark's thread
             with self._changed:
                 self._failure = e
@@ -209,13 +211,15 @@ class WalReader:
         with self._changed:
             add, keepalive = self._buffer.add, self._buffer.keepalive
             for _ in range(4096):
+                if self._buffer.bytes >= self._buffer_bytes:  # libpq can hold more messages than ours shall
+                    break
                 length, data = get(1)
                 if length == 0:
                     self._changed.notify_all()
                     return False
                 if length < 0:
-                    raise StreamFailed(*_ended(self._connection))
-                message = bytes(data)
+                    raise _ended(self._connection, self._connection.get_result())
+                message = bytes(data) if length < _COPIED_BYTES else data
                 try:
                     if message[0] == 0x77:
                         add(message[_HEADER:])
@@ -286,7 +290,7 @@ def _require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
     execute(connection, NO_TRANSACTION_TIMEOUT)
     result = execute(connection, f"SELECT pg_backend_pid(), {QUERY}")
     if result is None or result.status != pq.ExecStatus.TUPLES_OK:
-        raise StreamFailed(*_ended(connection))
+        raise _ended(connection)
     pid, *found = ((result.get_value(0, column) or b"").decode() for column in range(result.nfields))
     if origin is not None:
         origin.require(found, dsn)
@@ -321,7 +325,7 @@ def _start_replication(connection: PGconn, slot: str, publication: str, start: i
     )
     result = execute(connection, command)
     if result is None or result.status != pq.ExecStatus.COPY_BOTH:
-        raise StreamFailed(*_ended(connection))
+        raise _ended(connection)
 
 
 def _addresses(dsn: str) -> list[str]:
@@ -361,7 +365,7 @@ def execute(connection: PGconn, command: str) -> PGresult | None:
     try:
         return _execute(connection, command)
     except psycopg.Error as e:
-        raise StreamFailed(*_ended(connection)) from e
+        raise _ended(connection) from e
 
 
 def _execute(connection: PGconn, command: str) -> PGresult | None:
@@ -392,9 +396,17 @@ def _sender_timeout(control: Connection) -> float:
     return float(timeout / 1000) if timeout else _PATIENCE_SECONDS
 
 
-def _ended(connection: PGconn) -> tuple[str, str]:
-    message = connection.error_message.decode(errors="replace").strip()
-    return (
-        f"the server ended the replication stream: {message or 'connection closed'}",
+def _ended(connection: PGconn, result: PGresult | None = None) -> CdcError:
+    """Why the stream has ended.
+
+    :param result: what the server has said of it.
+    """
+    text = connection.error_message.decode(errors="replace").strip()
+    state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode() if result is not None else None
+    message = f"the server ended the replication stream: {text or 'connection closed'}"
+    if exceeds_limit(state, text):
+        return LimitExceeded.by(message)
+    return StreamFailed(
+        message,
         "Start again: the stream goes on from the last commit. If it persists, look at the source's log.",
     )

@@ -288,6 +288,24 @@ class Sink(Protocol):
         :returns: pairs of the place of a key and that of a member. Runs on an executor.
         """
 
+    def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
+        """Keep a piece of the log that is too large to pass through Spark. Runs beside the driver.
+
+        :param name: one that no other deposit has.
+        :raises Fenced: when the epoch is another's.
+        """
+
+    def fetch(self, epoch: int, name: str, size: int) -> bytearray:
+        """What has been deposited. Runs on an executor, and again if its task is tried again.
+
+        :param size: bytes that it must have.
+        :raises Fenced: when the epoch is another's.
+        :raises StagingLost: when it is gone.
+        """
+
+    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
+        """Remove deposits, all when ``None``; nothing when the epoch is another's by now."""
+
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
         """Write the effects of a piece where ``commit`` can apply them. Runs on an executor.
 
@@ -328,7 +346,7 @@ class Sink(Protocol):
         """
 
     def sweep(self, epoch: int) -> None:
-        """Remove everything staged, between units; nothing when the epoch is another's by now."""
+        """Remove everything staged, but no deposits, between units; nothing when the epoch is another's by now."""
 
     def drop(self) -> None:
-        """Remove the commit record and everything staged; target tables stay."""
+        """Remove the commit record, everything staged and all deposits; target tables stay."""

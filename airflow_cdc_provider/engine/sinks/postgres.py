@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ from airflow_cdc_provider.engine.sinks.base import (
 )
 from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
 from airflow_cdc_provider.engine.sinks.postgres_definition import prepare_target, redefine
+from airflow_cdc_provider.engine.sinks.postgres_deposit import read_deposit, write_deposit
 from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres_refusals import refusals
 from airflow_cdc_provider.engine.sinks.postgres_tables import FIRST_READ, TableStatements
@@ -229,6 +230,31 @@ class PostgresSink(PostgresRecord):
 
     # -- stream units ------------------------------------------------------------------------------
 
+    def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
+        """See :meth:`.base.Sink.deposit`."""
+        with self._transaction() as connection:
+            self._fence(connection, epoch, "FOR SHARE")
+            rows(connection, "SET LOCAL synchronous_commit = off")
+            write_deposit(connection, self._deposit(name), data)
+
+    def fetch(self, epoch: int, name: str, size: int) -> bytearray:
+        """See :meth:`.base.Sink.fetch`."""
+        with self._transaction() as connection:
+            self._fence(connection, epoch, "FOR SHARE")
+            return read_deposit(connection, self._deposit(name), size)
+
+    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
+        """See :meth:`.base.Sink.discard`."""
+        with contextlib.suppress(Fenced), self._transaction() as connection:
+            self._fence(connection, epoch, "FOR SHARE")
+            if names is None:
+                self._drop_unlogged(connection, self._deposit_prefix)
+            for name in names or ():
+                rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(self._deposit(name)))
+
+    def _deposit(self, name: str) -> sql.Composable:
+        return sql.Identifier("airflow_cdc", f"{self._deposit_prefix}{name}")
+
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
         """See :meth:`.base.Sink.stage`."""
         if not effects:
@@ -365,27 +391,26 @@ class PostgresSink(PostgresRecord):
         """See :meth:`.base.Sink.sweep`."""
         with contextlib.suppress(Fenced), self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
-            self._drop_staging(connection)
+            self._drop_unlogged(connection, self._staging_prefix)
 
-    def _drop_staging(self, connection: Connection) -> None:
-        for name in self._staging(connection):
-            rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
-
-    def _staging(self, connection: Connection) -> list[str]:
+    @staticmethod
+    def _drop_unlogged(connection: Connection, prefix: str) -> None:
         found = rows(
             connection,
             "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
-            " WHERE n.nspname = 'airflow_cdc' AND starts_with(c.relname, %s)",
-            [self._staging_prefix],
+            " WHERE n.nspname = 'airflow_cdc' AND c.relkind = 'r' AND starts_with(c.relname, %s)",
+            [prefix],
         )
-        return [name for (name,) in found]
+        for (name,) in found:
+            rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
 
     def drop(self) -> None:
         """See :meth:`.base.Sink.drop`."""
         with self._transaction() as connection:
             if scalar(connection, "SELECT to_regclass('airflow_cdc.pipelines')") is None:
                 return
-            self._drop_staging(connection)
+            for prefix in (self._staging_prefix, self._deposit_prefix):
+                self._drop_unlogged(connection, prefix)
             for table in ("chunks", "tables", "pipelines"):
                 rows(
                     connection,
@@ -395,8 +420,16 @@ class PostgresSink(PostgresRecord):
 
     @property
     def _staging_prefix(self) -> str:
+        return f"stage_{self._mark}_"
+
+    @property
+    def _deposit_prefix(self) -> str:
+        return f"piece_{self._mark}_"
+
+    @property
+    def _mark(self) -> str:
         """Of a fixed length, so that no pipeline's prefix begins another's."""
-        return f"stage_{hashlib.sha256(self.pipeline.encode()).hexdigest()[:12]}_"
+        return hashlib.sha256(self.pipeline.encode()).hexdigest()[:12]
 
 
 def _with_constants(batch: pa.RecordBatch, values: Sequence[str]) -> pa.RecordBatch:
