@@ -1,4 +1,4 @@
-"""Transactions larger than any buffer, and rows as large as the heap, pass with bounded memory in a JVM of 1 GiB at most.
+"""Transactions larger than any buffer, and rows as large as the heap, pass with bounded memory.
 
 A transaction is passed, and then one of four times its size: no process may need more for it. By default both are many
 times the batch, so that a process which holds the larger one once breaks the bound. The full size, 5 M rows and 1 GB of

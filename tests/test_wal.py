@@ -19,7 +19,7 @@ from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine import wal
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import ConnectionFailed
+from airflow_cdc_provider.engine.errors import ConnectionFailed, LimitExceeded, StreamFailed
 from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.pgoutput import decode
@@ -176,6 +176,20 @@ def test_the_slot_moves_only_when_told(databases: Databases) -> None:
         assert sum(len(c.op) for piece in reader.take(Position(start), end) for c in decode(piece)) == 1000
         reader.committed(end)
         assert await_condition(lambda: read_slot(source, slot).confirmed_flush_lsn == end.lsn, 10)  # type: ignore[union-attr]
+
+
+def test_what_came_before_a_change_that_cannot_be_sent_is_delivered(databases: Databases) -> None:
+    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+        with source.cursor() as cursor:
+            cursor.execute("INSERT INTO public.t VALUES (1, 'x')")
+        end = reader.reach(emit_marker(source, "test"))
+        reader._failure = LimitExceeded.by("what a change of more than a gigabyte leads to")
+        assert reader.cut(Position(start), UNLIMITED) == end
+        with pytest.raises(LimitExceeded):
+            reader.cut(end, UNLIMITED)
+        reader._failure = StreamFailed("any other failure", "")
+        with pytest.raises(StreamFailed):
+            reader.cut(Position(start), UNLIMITED)
 
 
 def test_a_buffer_is_full_whatever_libpq_holds(databases: Databases) -> None:

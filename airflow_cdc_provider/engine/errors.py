@@ -224,7 +224,7 @@ class LimitExceeded(Refused):
 
         :param said: where it happened, and the server's words.
         """
-        return cls(f"{said}: a row, or a change of one, is beyond the server's limits", cls.remedy)
+        return cls(f"a row, or a change of one, is beyond the limits of Postgres: {' '.join(said.split())}", cls.remedy)
 
 
 class ValueRefused(Refused):

@@ -245,11 +245,10 @@ def driver_failure(error: BaseException, where: str) -> CdcError:
     text = str(error).strip()
     if isinstance(error, adbc_driver_manager.Error):
         text = text.rpartition("': ")[2]  # it begins with the query
-    message = f"{where}: {text.splitlines()[0] if text else type(error).__name__}"
     if exceeds_limit(_sqlstate(error), text):
-        return LimitExceeded.by(message)
+        return LimitExceeded.by(f"{where}: {text}")
     return StreamFailed(
-        message,
+        f"{where}: {text.splitlines()[0] if text else type(error).__name__}",
         " ".join(
             [
                 _SOLUTIONS.get(_sqlstate(error) or "", "If it persists, look at the server's log."),

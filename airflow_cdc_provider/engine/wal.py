@@ -3,10 +3,11 @@
 When the buffer is full the reading thread stops, and TCP's back-pressure
 reaches the walsender. Status messages go out unasked all the while, also then,
 because a walsender that hears nothing for ``wal_sender_timeout`` hangs up. The
-other way round, silence for that time is no proof: before Postgres 16 a walsender
-says nothing while it decodes what is not published, such as the refresh of a large
-materialized view, and it would do so again. So the server is then asked, on a
-connection of its own, whether the walsender is at work.
+other way round, silence for that time is no proof: a walsender says nothing while it
+puts a large row together, and before Postgres 16 while it decodes what is not
+published, such as the refresh of a large materialized view; and it would do so again.
+So the server is then asked, on a connection of its own, whether the walsender is at
+work.
 
 psycopg's ``PGconn`` is used because it sends only what we send. psycopg2's
 replication cursor acknowledges on its own when a keepalive comes, and has been
@@ -101,10 +102,14 @@ class WalReader:
         self._thread.start()
 
     def cut(self, after: Position, limit: int) -> Position:
-        """See :meth:`Buffer.cut`."""
+        """See :meth:`Buffer.cut`; what came before a change that cannot be sent is still delivered."""
         with self._changed:
-            self._check()
-            return self._buffer.cut(after, limit)
+            if not isinstance(self._failure, LimitExceeded):
+                self._check()
+            end = self._buffer.cut(after, limit)
+            if end == after:
+                self._check()
+            return end
 
     def reach(self, lsn: int) -> Position:
         """Wait until the log has been read up to ``lsn`` or the buffer is full; return the last commit that came."""
