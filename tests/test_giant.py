@@ -36,7 +36,7 @@ GROWTH = {"driver": 40 * MIB, "reader": 40 * MIB + BATCH, "worker": 40 * MIB + B
 
 NARROW = 5_000_000 if FULL else 1_000_000
 WIDE = 1000 if FULL else 200
-VALUE = (900 if FULL else 256) * MIB
+VALUE = (900 if FULL else 200) * MIB
 CASES = {"narrow rows": (NARROW, 2), "wide values": (WIDE, 32768)}
 """How many rows there are, and how often 32 bytes are repeated in each."""
 
@@ -152,10 +152,11 @@ def test_a_batch_that_the_heap_cannot_hold_ends_the_job(pipeline: PipelineUnderT
     pipeline.change(spark={"conf": {**conf, "spark.driver.memory": "480m"}}, stream={"max_batch_bytes": 1 << 30})
     pipeline.provision()
     pipeline.copy()
-    pipeline.source("INSERT INTO public.t SELECT n, repeat(md5('1'), 1 << 15) FROM generate_series(1, 300) n")
-    error = pipeline.json("stream", "--until", "caught-up", code=1)["error"]
-    assert error["kind"] == "SparkLost"
-    pipeline.change(stream={"max_batch_bytes": BATCH})
-    pipeline.run("stream", "--until", "caught-up")
+    pipeline.source("INSERT INTO public.t SELECT n, repeat(md5('1'), 1 << 15) FROM generate_series(1, 500) n")
+    failed = pipeline.start("stream", "--until", "caught-up", "--json").wait(SECONDS)
+    assert failed.code == 1, failed.stderr[-4000:]
+    assert failed.json["error"]["kind"] == "SparkLost"
+    pipeline.change(spark={"conf": conf}, stream={"max_batch_bytes": 64 << 20})
+    stream_until_caught_up(pipeline)
     query = "SELECT id, length(v), md5(v) FROM public.t"
     assert pipeline.target_rows(query) == pipeline.source_rows(query) != []
