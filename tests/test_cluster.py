@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pyspark
 import pytest
 
@@ -81,6 +82,16 @@ class Cluster:
     def executors(self) -> list[int]:
         """For each worker the number of executors that it has started."""
         return [len(list(worker.glob("app-*/*/stderr"))) for worker in self.workers]
+
+    def kill_an_executor(self) -> None:
+        """Kill one that has Python workers, and so has had work."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                ours = any(Path(process.cwd()).is_relative_to(worker) for worker in self.workers)
+                if ours and "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()) and process.children():
+                    process.kill()
+                    return
+        raise AssertionError("no executor is at work")
 
 
 def make_python(directory: Path, *without: str) -> Path:
@@ -216,6 +227,27 @@ def test_executors_get_the_engine_from_the_driver(
     assert verified["equal"]
     assert [table["source_rows"] > 4000 for table in verified["tables"]] == [True, True]
     assert all(count == started + 2 for count, started in zip(cluster.executors(), before, strict=True))
+
+
+def test_executors_that_are_killed(cluster: Cluster, pipeline: PipelineUnderTest) -> None:
+    """Their tasks are done again by others, and what they had staged or committed counts once."""
+    pipeline.provision()
+    with writing(pipeline.databases.source):
+        snapshot = pipeline.start("snapshot")
+        snapshot.until(lambda: len(pipeline.finished_chunks()) > 1, "a part of the snapshot", SECONDS)
+        cluster.kill_an_executor()
+        assert len(pipeline.finished_chunks()) < len(pipeline.record.chunks)
+        outcome = snapshot.wait(SECONDS)
+        assert outcome.code == 0, outcome.stderr[-4000:]
+        stream = pipeline.start("stream")
+        begun = pipeline.marker()
+        stream.until(lambda: pipeline.record.applied >= begun, "changes", SECONDS)
+        cluster.kill_an_executor()
+    end = pipeline.marker()
+    stream.until(lambda: pipeline.record.applied >= end, "the end", SECONDS)
+    stream.terminate()
+    assert stream.wait(SECONDS).code == 0, stream.output()
+    pipeline.assert_verified()
 
 
 def test_a_driver_gets_the_engine_from_spark_submit(
