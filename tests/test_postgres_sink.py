@@ -17,7 +17,8 @@ from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import Fenced, ForeignTable, GateClosed, StagingLost
+from airflow_cdc_provider.engine.errors import Fenced, ForeignTable, GateClosed, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sinks import postgres_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
@@ -43,13 +44,15 @@ TABLE = Table(
 )
 TARGET = Target(TABLE, "copy", "Ord ers")
 LABEL = TABLE.label
+IDENTITY = {"system": "1", "timeline": 1, "database": 5}
+ORIGIN = Origin.of(IDENTITY)
 WATERMARK = Watermark(Snapshot(10, 12, frozenset({11})), 150)
 
 
 def prepared(dsn: str, mode: str = "mirror") -> tuple[PostgresSink, int]:
     """A sink at applied LSN 100 with one planned chunk, and the epoch of its first run."""
     sink = PostgresSink(dsn, "p", mode)  # type: ignore[arg-type]
-    sink.prepare([TARGET], [Chunk(LABEL, 0, None, None)], {"system": "1"}, 100)
+    sink.prepare([TARGET], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
     return sink, sink.take_epoch("test")
 
 
@@ -86,14 +89,23 @@ def test_a_chunk_is_committed_once_with_its_watermark(databases: Databases) -> N
     columns = [text("1", "2", "3"), text("a", "", None), text("1.50", None, "-3")]
     batch = pa.RecordBatch.from_arrays(columns, names=["id", "note", "amount"])
     chunk = Chunk(LABEL, 0, None, None)
-    assert sink.write_chunk(epoch, TARGET, chunk, iter([batch]), lambda: WATERMARK) == 3
-    assert sink.write_chunk(epoch, TARGET, chunk, iter([batch]), lambda: WATERMARK) is None
+    assert sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([batch]), lambda: WATERMARK) == 3
+    assert sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([batch]), lambda: WATERMARK) is None
     assert rows(databases.target) == [(1, "a", "1.50"), (2, "", None), (3, None, "-3.00")]
     record = sink.record()
     assert record is not None
     assert (record.unfinished, record.high, record.applied, record.consistent) == ((), 150, 100, False)
     assert record.chunks[0].watermark == WATERMARK
     assert record.targets == (TARGET,)
+
+
+def test_a_chunk_is_refused_that_comes_from_where_the_pipeline_is_no_longer(databases: Databases) -> None:
+    """One part of a run has gone on to a promoted standby, and noted it; another still reads from the old primary."""
+    sink, epoch = prepared(databases.target)
+    sink.note_source(epoch, {"timeline": 2})
+    with pytest.raises(StreamFailed, match=r"timeline 1.* gone on to .*timeline 2"):
+        sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([]), lambda: WATERMARK)
+    assert sink.record().unfinished  # type: ignore[union-attr]
 
 
 def test_a_chunk_whose_read_fails_at_the_end_is_not_there(databases: Databases) -> None:
@@ -104,7 +116,7 @@ def test_a_chunk_whose_read_fails_at_the_end_is_not_there(databases: Databases) 
         raise GateClosed("no marker", "Try again.")
 
     with pytest.raises(GateClosed):
-        sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), iter([batch]), broken)
+        sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), broken)
     assert rows(databases.target) == []
     assert sink.record().unfinished  # type: ignore[union-attr]
 
@@ -179,7 +191,7 @@ def test_an_old_epoch_commits_nothing(databases: Databases) -> None:
     with pytest.raises(Fenced):
         sink.commit(old, 100, 200, unit)
     with pytest.raises(Fenced):
-        sink.write_chunk(old, TARGET, Chunk(LABEL, 0, None, None), iter([]), lambda: WATERMARK)
+        sink.write_chunk(old, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([]), lambda: WATERMARK)
     with pytest.raises(Fenced):
         sink.stage(old, "late", [upsert("1", "zombie", "1")])
     with pytest.raises(Fenced):
@@ -302,7 +314,7 @@ def test_a_table_with_rows_of_others_is_refused(databases: Databases) -> None:
 def test_a_changelog_keeps_every_change_and_says_what_was_read_again(databases: Databases) -> None:
     sink, epoch = prepared(databases.target, "changelog")
     chunk = pa.RecordBatch.from_arrays([text("1"), text("a"), text("1")], names=["id", "note", "amount"])
-    sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), iter([chunk]), lambda: WATERMARK)
+    sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([chunk]), lambda: WATERMARK)
     change = pa.table(
         {
             "op": ["u", "d"],

@@ -175,7 +175,9 @@ def copy_chunk(task: ChunkTask) -> int | CdcError:
     try:
         reader = SnapshotReader(task.read)
         try:
-            written = task.sink.write_chunk(task.epoch, task.target, task.chunk, reader.batches(), reader.finish)
+            written = task.sink.write_chunk(
+                task.epoch, task.target, task.chunk, task.read.origin, reader.batches(), reader.finish
+            )
         finally:
             reader.close()
     except CdcError as e:

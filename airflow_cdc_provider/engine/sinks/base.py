@@ -23,6 +23,7 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 
@@ -225,6 +226,7 @@ class Sink(Protocol):
         epoch: int,
         target: Target,
         chunk: Chunk,
+        origin: Origin,
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
     ) -> int | None:
@@ -232,9 +234,11 @@ class Sink(Protocol):
 
         The rows of a chunk without bounds replace what the table holds.
 
+        :param origin: the server that the rows come from.
         :param batches: the captured columns as text.
         :returns: rows written; ``None`` when the chunk had been committed before.
         :raises Fenced: when the epoch is another's.
+        :raises StreamFailed: when another part of the run has gone on to another server, and noted it in the record.
         """
 
     def replace(

@@ -22,9 +22,10 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connected, rows, scalar
 from airflow_cdc_provider.engine.effects import COUNT, MISSING, Effect
-from airflow_cdc_provider.engine.errors import Fenced, GateClosed, StagingLost
+from airflow_cdc_provider.engine.errors import Fenced, GateClosed, StagingLost, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sinks.base import (
     MissingValues,
     Staged,
@@ -51,12 +52,20 @@ class PostgresSink(PostgresRecord):
         epoch: int,
         target: Target,
         chunk: Chunk,
+        origin: Origin,
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
     ) -> int | None:
         """See :meth:`.base.Sink.write_chunk`."""
         with self._transaction() as connection:
             applied = self._fence(connection, epoch, "FOR SHARE")
+            # The record's row is locked until the chunk is committed: who notes another origin waits for that.
+            noted = scalar(connection, "SELECT source FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
+            if Origin.of(noted) != origin:
+                raise StreamFailed(
+                    f"chunk {chunk.title} is read from {origin}, but the pipeline has gone on to {Origin.of(noted)}",
+                    "Start again: the chunk is then read there.",
+                )
             recorded = rows(
                 connection,
                 "SELECT snapshot FROM airflow_cdc.chunks"
