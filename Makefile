@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 
 # A single process leaves both cores half idle. Each has servers of its own; the tests of a file share what they start.
 PROCESSES ?= 2
-PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --durations 10
 
 # $(call debian-install,PACKAGE): install a package of Debian, with fresh lists when the old ones do not do.
 debian-install = export DEBIAN_FRONTEND=noninteractive; \
