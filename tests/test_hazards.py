@@ -286,6 +286,8 @@ def test_restart_lsn_follows_unless_a_prepared_transaction_holds_it(
     execute(server.dsn("other"), "ROLLBACK PREPARED 'forgotten'")
     pipeline.source("SELECT pg_log_standby_snapshot()")
     assert followed(begun)
+    end = pipeline.marker()
+    stream.until(lambda: pipeline.record.applied >= end, "the end")
     stream.end()
     pipeline.assert_equal()
 

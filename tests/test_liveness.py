@@ -34,7 +34,7 @@ def test_a_call_to_a_dead_server_is_given_up_before_its_session_is_known(mute: i
     calls, over = Calls(f"postgresql://127.0.0.1:{mute}/d"), threading.Event()
     with pytest.raises(StreamFailed, match="the server does not answer"):
         calls(over.wait)
-    assert calls.lost
+    assert calls.over
     over.set()
     calls.end()
 

@@ -189,11 +189,12 @@ class Calls:
     """Calls into a driver that can neither be interrupted nor timed out, made by a thread of their own.
 
     :param dsn: libpq URI of the server that is called.
+    :ivar over: whether no further call can be made, since one was given up or :meth:`end` was called.
     """
 
     def __init__(self, dsn: str) -> None:
         self.pid: int | None = None
-        self.lost = False
+        self.over = False
         self._dsn = dsn
         self._work: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         threading.Thread(target=self._make, name="driver calls", daemon=True).start()
@@ -209,7 +210,7 @@ class Calls:
         while not wait([future], SILENCE_SECONDS).done:
             trouble = find_trouble(self._dsn, self.pid)
             if trouble is not None and not future.done():
-                self.lost = True
+                self.over = True
                 raise StreamFailed(
                     f"a session of {_describe(self._dsn)} has given no answer for {SILENCE_SECONDS:g} seconds, and"
                     f" {trouble}",
@@ -230,6 +231,7 @@ class Calls:
 
         :param last: a call that is made before, and for whose result nobody waits.
         """
+        self.over = True
         if last is not None:
             self._work.put((Future(), last, ()))
         self._work.put(None)

@@ -127,7 +127,7 @@ class SnapshotReader:
 
     def close(self) -> None:
         """Close the connection and whatever is open; if it has been given up, when its call ends, if ever."""
-        if not self._call.lost:
+        if not self._call.over:
             self._call(self._disconnect)
         self._call.end(self._disconnect)
 
@@ -145,7 +145,7 @@ class SnapshotReader:
         try:
             yield cursor
         finally:
-            if not self._call.lost:
+            if not self._call.over:
                 self._call(cursor.close)
 
     def _execute(self, cursor: Any, statement: str) -> None:
