@@ -182,6 +182,8 @@ class Units:
         if end.block:
             self._parts += staged
             return
+        if end.lsn <= self.applied:  # Spark begins a query with a batch, whether or not anything has come
+            return
         unit = _numbered(self._parts + staged)
         # Of a batch that was cut, what comes before is committed.
         start = max(Position.from_json(json.loads(unit[0].start)).lsn, self.applied)
