@@ -20,7 +20,7 @@ import psycopg
 
 import airflow_cdc_provider
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from airflow_cdc_provider.engine.state import State, read_heartbeats
+from airflow_cdc_provider.engine.state import STALE_SECONDS, State, read_heartbeats
 from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.threads import Stoppable
 from tests.torture.driver import END_SECONDS, Driver
@@ -37,6 +37,8 @@ _SLOT_SECONDS = 240.0
 """Seconds in which a stream has acknowledged so much that its slot comes to a standby, even on a slow machine."""
 _TASK_SECONDS = 90.0
 """Seconds in which a task of Airflow has come as far as Spark, even on a slow machine."""
+_HALTS = (0.5, 3.0, 7.0, STALE_SECONDS + 5)
+"""Seconds: short, about as long as a server waits for an answer, longer, and until a heartbeat is taken for dead."""
 # Those that a pipeline passes by itself, again and again.
 _FAILPOINTS = r'failpoint\("((?:before|after|in)-(?:chunk|batch|spark|epoch|acknowledgement|ledger)[a-z-]*)"\)'
 
@@ -103,7 +105,7 @@ def schedule(seed: int) -> Iterator[Step]:
             action,
             chance.choice((0, 0, 1, 1, 2, 5)),
             round(chance.uniform(0.0, 3.0), 1),
-            round(chance.choice((0.5, 3.0, 7.0)), 1),
+            chance.choice(_HALTS),
             chance.randrange(1 << 30),
         )
 

@@ -69,7 +69,8 @@ class Table:
 
     :param name: in schema ``public``.
     :param kind: ``plain``, ``partitioned`` or ``account``.
-    :param identity: of ``DEFAULT`` and ``FULL``.
+    :param identity: ``DEFAULT`` or ``FULL``, beside a primary key; ``INDEX``, a unique index in place of one;
+        ``NONE``, no key at all, though what makes its rows unique is there.
     :param fillers: names of :data:`FILLERS`.
     :param wide: whether it has a column that is stored out of line.
     """
@@ -109,10 +110,13 @@ class Table:
 
     def create(self) -> list[str]:
         """The statements that make the table, its triggers, and its first rows."""
-        fields = [f"{name} {kind} NOT NULL" for name, kind in self.key.columns]
+        required = "" if self.identity == "NONE" else " NOT NULL"
+        fields = [f"{name} {kind}{required}" for name, kind in self.key.columns]
         fields += ["n int NOT NULL", *(f"{name} {FILLERS[name][0]}" for name in self.fillers)]
         fields += ["balance bigint NOT NULL"] if self.kind == "account" else ["wide text"] * self.wide
-        fields += ["version bigint NOT NULL", f"PRIMARY KEY ({', '.join(self.key.names)})"]
+        unique = "UNIQUE" if self.identity in ("INDEX", "NONE") else "PRIMARY KEY"
+        constraint = f"CONSTRAINT {self.name}_key {unique} ({', '.join(self.key.names)})"
+        fields += ["version bigint NOT NULL", constraint]
         statements = [f"CREATE TABLE {self.label} ({', '.join(fields)})"]
         if self.kind == "partitioned":
             statements[0] += f" PARTITION BY HASH ({self.key.names[0]})"
@@ -121,8 +125,9 @@ class Table:
                 statements.append(
                     f"CREATE TABLE {part} PARTITION OF {self.label} FOR VALUES WITH (MODULUS 3, REMAINDER {i})"
                 )
-        if self.identity == "FULL":
-            statements.append(f"ALTER TABLE {self.label} REPLICA IDENTITY FULL")
+        if self.identity != "DEFAULT":
+            identity = f"USING INDEX {self.name}_key" if self.identity == "INDEX" else "FULL"
+            statements.append(f"ALTER TABLE {self.label} REPLICA IDENTITY {identity}")
         if self.wide:
             statements.append(f"ALTER TABLE {self.label} ALTER wide SET STORAGE EXTERNAL")
         audit = f"""
@@ -177,10 +182,10 @@ END $$""",
 
 
 def tables(seed: int) -> list[Table]:
-    """The tables of a seed: two of accounts, a partitioned one, one with full identity, and one or two more."""
+    """The tables of a seed: two of accounts, one partitioned, one with full identity, one without a key, and others."""
     chance = random.Random(f"{seed}/schema")
-    kinds = [("plain", "DEFAULT"), ("partitioned", "DEFAULT"), ("plain", "FULL")]
-    kinds += [("plain", "DEFAULT")] * chance.randint(0, 1)
+    kinds = [("plain", "DEFAULT"), ("partitioned", "DEFAULT"), ("plain", "FULL"), ("plain", "NONE")]
+    kinds += [("plain", "INDEX")] * chance.randint(0, 1)
     made = [Table(f"account_{name}", KEYS["bigint"], "account") for name in "ab"]
     for i, (kind, identity) in enumerate(kinds):
         fillers = tuple(sorted(chance.sample(sorted(FILLERS), chance.randint(1, 3))))
