@@ -21,9 +21,9 @@ from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import claim, commands
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.run import existing_record, run_part
 from airflow_cdc_provider.engine.sinks import postgres_record
 from airflow_cdc_provider.engine.slot import emit_marker

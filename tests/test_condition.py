@@ -6,11 +6,11 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from psycopg.pq import ExecStatus
 
-from airflow_cdc_provider.engine import commands, reread
+from airflow_cdc_provider.engine import commands, requests, reread
 from airflow_cdc_provider.engine.condition import find_trouble
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.run import last_error
@@ -79,6 +79,7 @@ def test_the_server_reads_them_alike(databases: Databases) -> None:
 
         @settings(max_examples=400, deadline=None)
         @given(st.lists(_QUOTED, min_size=1, max_size=2))
+        @example(["E''\n''"])
         def compare(parts: list[str]) -> None:
             nonlocal accepted
             text = "||".join(parts)
@@ -86,7 +87,8 @@ def test_the_server_reads_them_alike(databases: Databases) -> None:
             within = takes(f"SELECT (({text}\n) IS NULL)")
             if takes(f"SELECT ({text}\n IS NULL)") and within:
                 accepted += 1
-                assert trouble is None or "begins with E'" in trouble.upper()
+                # Continued on another line, it is refused though it would do.
+                assert trouble is None or "begins with e'" in trouble.lower()
             elif within:
                 assert trouble is not None
 
@@ -112,7 +114,7 @@ def test_a_re_read_by_a_condition_that_is_none(pipeline: PipelineUnderTest) -> N
     pipeline.target("ALTER TABLE public.t RENAME body TO other")
     with pytest.raises(ConfigError, match=r"not a condition on public\.t: .*body"):
         reread.check(pipeline.pipeline, pipeline.record, "public.t", "body IS NULL")
-    reread.request(pipeline.pipeline, ["public.t"], "1 / id > 0")
+    requests.request(pipeline.pipeline, ["public.t"], "1 / id > 0")
     pipeline.apply()
     error = last_error(State(pipeline.pipeline.state))
     assert error is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine import commands, reread, wal
+from airflow_cdc_provider.engine import commands, requests, wal
 from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CannotFollow
@@ -126,7 +126,7 @@ def test_another_key_while_a_request_for_the_table_waits(
     pipeline.source("CREATE TABLE public.other (id int)")
     with transaction(pipeline.databases.source, "INSERT INTO public.other VALUES (1)") as session:
         stream = Streaming(pipeline)
-        reread.request(pipeline.pipeline, ["public.t"], None)
+        requests.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: bool(pipeline.marker()) and "waits for" in str(stream.waiting), "the wait")
         pipeline.source(OTHER_KEY, *TWIN)
         stream.until(lambda: "stream stands still: reading public.t" in caplog.text, "the unit that waits, too")

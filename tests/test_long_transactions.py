@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
-from airflow_cdc_provider.engine import barriers, commands, reread
+from airflow_cdc_provider.engine import barriers, commands, requests, reread
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CannotFollow, OlderTransactions
 from airflow_cdc_provider.engine.run import run_part
@@ -73,7 +73,7 @@ def pass_units(pipeline: PipelineUnderTest, stream: Streaming, units: int) -> No
         pipeline.assert_equal()
 
 
-def requests(pipeline: PipelineUnderTest) -> list[str]:
+def requested(pipeline: PipelineUnderTest) -> list[str]:
     return State(pipeline.pipeline.state).names("requests")
 
 
@@ -84,9 +84,9 @@ def test_the_stream_goes_on_while_a_request_waits(
     high = pipeline.record.high
     with transaction(pipeline.databases.source, ELSEWHERE, "INSERT INTO public.t VALUES (100, 0)") as session:
         stream = Streaming(pipeline)
-        reread.request(pipeline.pipeline, ["public.t"], where)
+        requests.request(pipeline.pipeline, ["public.t"], where)
         pass_units(pipeline, stream, 5)
-        assert requests(pipeline), "it stays requested"
+        assert requested(pipeline), "it stays requested"
         assert pipeline.record.high == high
         assert sum(wait > 0 for wait in waits) == 1, "short transactions are waited for when it is taken, and once"
         assert waits.count(0.0) >= 4
@@ -98,7 +98,7 @@ def test_the_stream_goes_on_while_a_request_waits(
         )
         session.commit()
     pass_units(pipeline, stream, 2)
-    assert requests(pipeline) == []
+    assert requested(pipeline) == []
     assert stream.waiting is None
     stream.end()
     assert stream.attempts == 1
@@ -168,7 +168,7 @@ def test_what_the_stream_passes_while_a_request_waits_is_seen_by_the_read(
     row = "SELECT a FROM public.t WHERE id = 1"
     with transaction(pipeline.databases.source, ELSEWHERE) as long:
         stream = Streaming(pipeline)
-        reread.request(pipeline.pipeline, ["public.t"], None)
+        requests.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: "reading public.t again waits for" in str(stream.waiting), "the wait")
         with commits_that_wait(server, "UPDATE public.t SET a = 7777 WHERE id = 1") as release:
             stream.until(lambda: pipeline.target_rows(row) == [(7777,)], "the commit that waits")
@@ -177,10 +177,10 @@ def test_what_the_stream_passes_while_a_request_waits_is_seen_by_the_read(
             stream.until(
                 lambda: bool(pipeline.marker()) and "SyncRep" in str(stream.waiting), "the wait for that commit"
             )
-            assert requests(pipeline)
+            assert requested(pipeline)
             assert pipeline.target_rows(row) == [(7777,)]
             release()
-    stream.until(lambda: bool(pipeline.marker()) and requests(pipeline) == [], "the read")
+    stream.until(lambda: bool(pipeline.marker()) and requested(pipeline) == [], "the read")
     stream.end()
     pipeline.assert_equal()
 
@@ -221,7 +221,7 @@ def change_rule(pipeline: PipelineUnderTest) -> None:
     """Change the rule in the file, and ask for the table by it."""
     (after,) = [after for before, after in RULES.values() if [before] == pipeline.document["source"]["tables"]]
     pipeline.change(source={"tables": [after]})
-    reread.request(pipeline.pipeline, ["public.t"], None)
+    requests.request(pipeline.pipeline, ["public.t"], None)
 
 
 def assert_by_rule(pipeline: PipelineUnderTest) -> None:
@@ -247,7 +247,7 @@ def test_changes_while_a_request_for_another_rule_waits(
         else:
             stream.until(lambda: ruled.record.applied >= marker, "the unit")
         session.commit()
-    stream.until(lambda: bool(ruled.marker()) and ruled.record.applied >= marker and not requests(ruled), "the read")
+    stream.until(lambda: bool(ruled.marker()) and ruled.record.applied >= marker and not requested(ruled), "the read")
     stream.end()
     assert stream.attempts == 1
     assert_by_rule(ruled)
@@ -265,7 +265,7 @@ def test_older_transactions_end_between_a_request_and_the_look_at_the_catalog(
             with connected(ruled.pipeline.source.dsn) as source:
                 units.look(source)  # as at a heartbeat
             drift = units._drift
-            if drift is not None and units.applied >= drift.marker and requests(ruled) and not late:
+            if drift is not None and units.applied >= drift.marker and requested(ruled) and not late:
                 late.append(units._barriers.pending("public.t"))
                 session.commit()
             return settle(units)
@@ -273,7 +273,7 @@ def test_older_transactions_end_between_a_request_and_the_look_at_the_catalog(
         monkeypatch.setattr(Units, "_settle", settled)
         stream = Streaming(ruled)
         change_rule(ruled)
-        stream.until(lambda: bool(ruled.marker()) and not requests(ruled), "the read")
+        stream.until(lambda: bool(ruled.marker()) and not requested(ruled), "the read")
     stream.end()
     assert late == [True]
     assert_by_rule(ruled)
@@ -306,11 +306,11 @@ def test_a_refusal_does_not_wait_for_another_table(two: PipelineUnderTest) -> No
 def test_short_transactions_are_waited_for_once_for_all_tables(two: PipelineUnderTest, waits: list[float]) -> None:
     with transaction(two.databases.source, ELSEWHERE) as session:
         stream = Streaming(two)
-        reread.request(two.pipeline, ["public.t", "public.u"], None)
+        requests.request(two.pipeline, ["public.t", "public.u"], None)
         stream.until(lambda: bool(two.marker()) and "reading public.u" in str(stream.waiting), "the wait")
         assert sum(wait > 0 for wait in waits) == 1
         session.commit()
-    stream.until(lambda: bool(two.marker()) and not requests(two), "the read")
+    stream.until(lambda: bool(two.marker()) and not requested(two), "the read")
     stream.end()
 
 

@@ -14,9 +14,9 @@ import pytest
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import claim, commands, provisioning
 from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
 from airflow_cdc_provider.engine.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.ledger import read_ledger
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS
 from airflow_cdc_provider.engine.run import existing_record, require_epoch, run_part
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.conftest import Databases, drop_database

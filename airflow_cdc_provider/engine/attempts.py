@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import (
     CdcError,
     ConnectionFailed,
@@ -24,7 +25,6 @@ from airflow_cdc_provider.engine.errors import (
     SlotBudgetExceeded,
     SparkLost,
 )
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.restart import Attempt, Failure
 from airflow_cdc_provider.engine.run import Run, rejoin, require_latest
 from airflow_cdc_provider.engine.sinks.base import Record

@@ -19,9 +19,9 @@ from typing import Any
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.drivers import driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode, StreamFailed
 from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.reading import driver_failure
 from airflow_cdc_provider.engine.run import record_error
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.table import human_bytes, text_table

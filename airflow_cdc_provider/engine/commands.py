@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from airflow_cdc_provider.engine import preflight as checks
-from airflow_cdc_provider.engine import provisioning, removal, reread, slot
+from airflow_cdc_provider.engine import provisioning, removal, requests, reread, slot
 from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
 from airflow_cdc_provider.engine.capture import resolve
@@ -399,7 +399,7 @@ def resnapshot(
     for label in tables:
         reread.check(pipeline, record, label, where)
     if _streaming(state) and not takeover:
-        name = reread.request(pipeline, list(tables), where)
+        name = requests.request(pipeline, list(tables), where)
         return {"requested": name, "rows": None}
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
         barriers = Barriers(PATIENCE_SECONDS)

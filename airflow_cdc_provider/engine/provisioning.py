@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.claim import claim
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.gate import gate, require_primary
 from airflow_cdc_provider.engine.ledger import Ledger, read_ledger, write_ledger
@@ -33,7 +34,6 @@ from airflow_cdc_provider.engine.publication import (
     published_entries,
     unpublish,
 )
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS
 from airflow_cdc_provider.engine.removal import PROVISIONING, remove_slot
 from airflow_cdc_provider.engine.run import (
     existing_record,

@@ -22,10 +22,11 @@ from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.chunks import Chunk, read_query
 from airflow_cdc_provider.engine.connection import connected, describe
 from airflow_cdc_provider.engine.drift import look
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.evolution import Refuse, decide
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, Read, SnapshotReader, driver_failure, plan_read
+from airflow_cdc_provider.engine.reading import Read, SnapshotReader, plan_read
 from airflow_cdc_provider.engine.reread import adopt, insist, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target

@@ -42,10 +42,10 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxBytes
 from pyspark.sql.types import StructType
 
 from airflow_cdc_provider.engine.buffer import Position
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.sinks.base import Sink
 from airflow_cdc_provider.engine.table import human_bytes
 from airflow_cdc_provider.engine.wal import WalReader

@@ -18,11 +18,11 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import chunk_of
 from airflow_cdc_provider.engine.connection import Connection, connect
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.effects import TableFilter, between, effects
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
 from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Target
 
 END = (1 << 63) - 1

@@ -22,10 +22,10 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine import errors
 from airflow_cdc_provider.engine.connection import Connection, connected, describe, row
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.gate import Passage, gate
 from airflow_cdc_provider.engine.origin import QUERY, Origin
-from airflow_cdc_provider.engine.reading import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot, wait_until

@@ -50,7 +50,8 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Relation
-from airflow_cdc_provider.engine.reread import adopt, insist, read_keys_again, requested, take_requests, target_of
+from airflow_cdc_provider.engine.requests import requested, take_requests
+from airflow_cdc_provider.engine.reread import adopt, insist, read_keys_again, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker

@@ -40,12 +40,12 @@ from airflow_cdc_provider.engine.connection import (
     scalar,
     session_dsn,
 )
+from airflow_cdc_provider.engine.drivers import exceeds_limit
 from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
-from airflow_cdc_provider.engine.reading import exceeds_limit
 from airflow_cdc_provider.engine.slot import read_slot
 
 _ANSWER_SECONDS = 60.0

@@ -1,0 +1,57 @@
+"""Errors of the database drivers: what they say about a server, and as errors of the engine."""
+
+from __future__ import annotations
+
+import adbc_driver_manager
+import psycopg2
+
+from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, StreamFailed
+
+DRIVER_ERRORS: tuple[type[Exception], ...] = (psycopg2.Error, adbc_driver_manager.Error)
+
+_SOLUTIONS = {
+    "25006": "The server takes no writes: is it a standby, or is default_transaction_read_only set?",
+    "53100": "Make room on the server's disk.",
+    "53200": "The server is out of memory.",
+    "53300": "The server is out of connections: raise max_connections, or end sessions.",
+}
+"""By SQLSTATE: what is wrong with a server that is otherwise well."""
+# Connection, rolled back for others, resources, not available now, operator, system.
+_OUTAGES = ("08", "40", "53", "55", "57", "58")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error of a database driver says that the server, or the way to it, fails, not what was asked of it."""
+    state = _sqlstate(error)
+    return state is None or state.startswith(_OUTAGES)
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    return getattr(error, "pgcode", None) or getattr(error, "sqlstate", None)
+
+
+def exceeds_limit(state: str | None, text: str) -> bool:
+    """Whether an error of a server says that a row is too large for it.
+
+    :param state: the SQLSTATE. That of a row that outgrows the memory of a message is one of the server's own bugs, and
+        its text is never translated.
+    """
+    return state == "54000" or "invalid memory alloc request size" in text
+
+
+def driver_failure(error: BaseException, where: str) -> CdcError:
+    """An engine error for an error of a database driver."""
+    text = str(error).strip()
+    if isinstance(error, adbc_driver_manager.Error):
+        text = text.rpartition("': ")[2]  # it begins with the query
+    if exceeds_limit(_sqlstate(error), text):
+        return LimitExceeded.by(f"{where}: {text}")
+    return StreamFailed(
+        f"{where}: {text.splitlines()[0] if text else type(error).__name__}",
+        " ".join(
+            [
+                _SOLUTIONS.get(_sqlstate(error) or "", "If it persists, look at the server's log."),
+                "Start again: what has been committed stays, the rest is done anew.",
+            ]
+        ),
+    )
