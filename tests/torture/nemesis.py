@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 
 _PATIENCE = 20.0
 """Seconds that a step waits for progress at most: a pipeline that makes none may need the next step."""
+_CALM = 20
+"""Marks of progress after which a pipeline has been left alone for a while, so that it gets as far as a stream."""
 _SLOT_SECONDS = 240.0
 """Seconds in which a stream has acknowledged so much that its slot comes to a standby, even on a slow machine."""
 _TASK_SECONDS = 90.0
@@ -103,7 +105,7 @@ def schedule(seed: int) -> Iterator[Step]:
     for action in itertools.chain(first, iter(lambda: chance.choices(names, list(ACTIONS.values()))[0], None)):
         yield Step(
             action,
-            chance.choice((0, 0, 1, 1, 2, 5)),
+            chance.choice((0, 0, 1, 1, 2, 5, _CALM)),
             round(chance.uniform(0.0, 3.0), 1),
             chance.choice(_HALTS),
             chance.randrange(1 << 30),
@@ -153,7 +155,7 @@ class Nemesis(Stoppable):
 
     def _await(self, step: Step) -> None:
         wanted = self._observer.progress + step.marks
-        patience = int(_PATIENCE / 0.2)
+        patience = int(_PATIENCE / 0.2) * (4 if step.marks == _CALM else 1)
         while self._observer.progress < wanted and patience and not self._halt.wait(0.2):
             patience -= 1
         self._halt.wait(step.delay)
