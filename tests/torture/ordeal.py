@@ -254,8 +254,10 @@ class _Ordeal:
         )
         if self._mode == "changelog":
             for table in self._tables:
+                # A changelog has the columns of the key for a row that is gone; of one without a key the row before.
+                key = f"coalesce({table.key.text()}, {table.key.text_in('_before')})"
                 query = (
-                    f"SELECT _xid, (_commit_lsn - '0/0')::bigint, _seq, _op::text, {table.key.text()}, version"
+                    f"SELECT _xid, (_commit_lsn - '0/0')::bigint, _seq, _op::text, {key}, version"
                     f" FROM {table.label} WHERE _xid IS NOT NULL"
                 )
                 history.entries += [Entry(table.label, *row) for row in query_rows(databases.target, query)]

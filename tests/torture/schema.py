@@ -43,6 +43,10 @@ class Key:
         """SQL for the key as one text."""
         return " || '/' || ".join(f"{prefix}{name}::text" for name in self.names)
 
+    def text_in(self, document: str) -> str:
+        """SQL for the key as one text, from a column that has a row as JSON."""
+        return " || '/' || ".join(f"({document} ->> '{name}')" for name in self.names)
+
 
 KEYS = {
     "bigint": Key((("id", "bigint"),), ("({n}) * 3 - 500",)),
