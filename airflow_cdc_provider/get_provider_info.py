@@ -10,7 +10,7 @@ def get_provider_info() -> dict[str, object]:
         "name": "Postgres CDC",
         "description": (
             "Change data capture from `PostgreSQL <https://www.postgresql.org/>`__ on "
-            "`Apache Spark <https://spark.apache.org/>`__: snapshots without locks, a stream that applies "
+            "`Apache Spark <https://spark.apache.org/>`__: parallel snapshots, a stream that applies "
             "each change exactly once, and care of the replication slot.\n"
         ),
         "integrations": [

@@ -32,6 +32,8 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _INLINE = re.compile(r"`(airflow-cdc [^`]+)`")
 _FAILPOINT = re.compile(r'\bfailpoint\("([^"]+)"\)')
+# A module of tests, and the beginning of a test's name in it.
+_TEST = re.compile(r"`((?:\w+/)?test_\w+)`(?: `([a-z]\w*)…?`)?")
 _MAKE = re.compile(r"(?:^|`)make ([a-z][a-z-]*)(?=`|$)", re.MULTILINE)
 # What inline code leaves out, and a sentence that describes the form of all commands.
 _ABRIDGED = re.compile(r"…|\bCOMMAND\b")
@@ -156,6 +158,16 @@ def test_every_failpoint_is_in_the_table() -> None:
     used = {name for source in sources for name in _FAILPOINT.findall(read(source))}
     table = read(ROOT / "docs" / "concepts.md").partition("| failpoint | what has happened |")[2].partition("\n\n")[0]
     assert used == set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
+
+
+def hazards() -> list[tuple[str, str]]:
+    table = read(ROOT / "docs" / "concepts.md").partition("| hazard | precaution | test |")[2].partition("\n\n")[0]
+    return [found for row in table.splitlines() for found in _TEST.findall(row.rpartition(" | ")[2])]
+
+
+@pytest.mark.parametrize(("module", "name"), hazards())
+def test_every_hazard_has_a_test(module: str, name: str) -> None:
+    assert re.search(rf"^def test_{name}", read(ROOT / "tests" / f"{module}.py"), re.MULTILINE)
 
 
 def test_every_metadata_column_is_in_the_table() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import cli, commands
 from airflow_cdc_provider.engine.errors import ConfigError, ProtocolError, TargetConflict, UncapturableTable
 from airflow_cdc_provider.engine.multiset import count_rows
 from tests.conftest import Databases
@@ -263,3 +263,12 @@ def test_an_identity_that_is_taken_away(make_pipeline: Make) -> None:
     pipeline.source("ALTER TABLE public.t REPLICA IDENTITY DEFAULT")
     with pytest.raises(psycopg.Error, match="does not have a replica identity"):
         pipeline.source("DELETE FROM public.t")
+
+
+def test_a_changelog_is_not_compared(databases: Databases, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": "changelog"})
+    pipeline.source("CREATE TABLE public.t (n int)", "ALTER TABLE public.t REPLICA IDENTITY FULL")
+    pipeline.provision()
+    pipeline.copy_tables()
+    assert cli.main(["verify", "--pipeline", str(pipeline.file)]) == 0
+    assert "Not compared, as changelogs without a key: public.t." in capsys.readouterr().out

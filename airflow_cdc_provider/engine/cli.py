@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from airflow_cdc_provider import __version__
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.drivers import driver_failure
@@ -149,6 +150,7 @@ _HANDLERS: dict[str, Handler] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="airflow-cdc", description="Change data capture from Postgres on Spark.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str, *, writes: bool = True) -> argparse.ArgumentParser:
@@ -165,7 +167,12 @@ def _parser() -> argparse.ArgumentParser:
     snapshot = command("snapshot", "Work on chunks until all are finished.")
     snapshot.add_argument("--group", type=_group, default=(0, 1), metavar="I/N", help="only chunks of group I of N")
     stream = command("stream", "Follow the log.")
-    stream.add_argument("--until", default="stopped", metavar="stopped|caught-up|lsn:X/Y")
+    stream.add_argument(
+        "--until",
+        default="stopped",
+        metavar="stopped|caught-up|lsn:X/Y",
+        help="end when stopped (default), when everything committed until now is applied, or at a position",
+    )
     for part in (snapshot, stream):
         part.add_argument("--epoch", type=int, help="the epoch of the run that this is a part of")
     command("run", "Provision, snapshot, stream until caught up.")
@@ -176,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     drop.add_argument("--yes", action="store_true", help="do not ask")
     drop.add_argument("--source-gone", action="store_true", help="go on if the source cannot be reached")
     resnapshot = command("resnapshot", "Read tables again.")
-    resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE")
+    resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE", help="a table; may be repeated")
     resnapshot.add_argument("--all", action="store_true", help="all tables, with a new slot and publication")
     resnapshot.add_argument("--where", metavar="SQL", help="only rows that match on either side")
     return parser
@@ -237,6 +244,8 @@ def _verify(result: dict[str, Any]) -> str:
         for t in result["tables"]
         for d in t["differences"]
     ]
+    if result["not_compared"]:
+        lines.append(f"Not compared, as changelogs without a key: {', '.join(result['not_compared'])}.")
     if not result["equal"] and not result["live"] and result["lag_bytes"]:
         lines.append(f"No stream is running, and {human_bytes(result['lag_bytes'])} of log have not been applied.")
     return "\n".join([table, *lines])

@@ -75,7 +75,7 @@ class SlotProgressSensor(BaseSensorOperator):
 
     Each of ``moved_since``, ``restart_lsn`` and ``confirmed_flush_lsn`` that is given must hold. When none is,
     the sensor waits until the slot's ``restart_lsn`` differs from what it was at the first poke. A slot that is
-    missing or lost fails the task at once, without retries, also with ``soft_fail``.
+    missing or lost fails the task at once, without retries; with ``soft_fail`` it is not skipped, but tried again.
 
     :param pipeline: path of a pipeline file, whose slot is watched. (templated)
     :param conn_id: instead of ``pipeline``: a connection of type ``postgres_cdc`` or ``postgres``. (templated)
