@@ -231,7 +231,7 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
     pipeline = lab.pipeline("bench", backlog.database)
     with connected(dsn) as source:
         tables = resolve(source, pipeline.source.tables, sink.mode)
-    targets = {leaf.oid: Target(table, table.schema, table.name) for table in tables for leaf in table.leaves}
+    targets = tuple(Target(table, table.schema, table.name) for table in tables)
     staged: list[StagedPiece] = []
     clock = Clock(lab, slot, backlog.end)
 

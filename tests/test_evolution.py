@@ -169,7 +169,7 @@ def test_the_first_changes_that_do_not_fit() -> None:
     older, newer = table("1id:int 2a:int"), table("1id:int 2a:int 3b:varchar(5) 4c:int")
     seen = Snapshot(20, 20)
     fitting = changes(BEFORE, (10, 100), (30, 500))
-    tables = {7: BEFORE}
+    tables = {7: (BEFORE,)}
 
     def first(*decoded: Changes, snapshots: tuple[Snapshot, ...] = (seen,), opened: int = 0) -> Misfit | None:
         return first_misfit(decoded, tables, {"public.t": snapshots}, opened)

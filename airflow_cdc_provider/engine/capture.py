@@ -292,5 +292,6 @@ def _refuse_overlaps(tables: Sequence[Table]) -> None:
                 raise ConfigError(
                     f"source.tables: the rows of {leaf.schema}.{leaf.name} belong to both {other.label} "
                     f"and {table.label}",
-                    "Name either the partitioned table or its partitions.",
+                    "Name either the partitioned table or its partitions. Where a captured table has been attached to"
+                    " another one, name that one alone.",
                 )

@@ -31,6 +31,12 @@ FROM pg_catalog.unnest(%s::int8[]) AS t (root)
 CROSS JOIN LATERAL pg_catalog.pg_partition_tree(t.root::pg_catalog.oid::pg_catalog.regclass) AS p
 WHERE p.isleaf ORDER BY 1, 2
 """
+_ANCESTORS = """
+SELECT t.oid, p.relid::pg_catalog.oid::int8
+FROM pg_catalog.unnest(%s::int8[]) AS t (oid)
+CROSS JOIN LATERAL pg_catalog.pg_partition_ancestors(t.oid::pg_catalog.oid::pg_catalog.regclass) AS p
+WHERE p.relid::pg_catalog.oid::int8 <> t.oid
+"""
 # Sorting finds a type's operators by itself, a comparison only on the search path, which is pg_catalog's here.
 _COLUMNS = """
 WITH RECURSIVE domains AS (
@@ -327,6 +333,14 @@ def one_snapshot(connection: Connection) -> Iterator[None]:
         yield
     finally:
         rows(connection, "COMMIT")
+
+
+def ancestors(connection: Connection, oids: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The partitioned tables that each of some tables is a partition of, at any depth; tables may be gone."""
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(oids, ())
+    for oid, root in rows(connection, _ANCESTORS, [list(oids)]):
+        found[oid] += (root,)
+    return found
 
 
 def read_relations(connection: Connection) -> list[Relation]:

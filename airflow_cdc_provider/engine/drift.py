@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from airflow_cdc_provider.engine.capture import Found, find
-from airflow_cdc_provider.engine.catalog import Leaf, Table
+from airflow_cdc_provider.engine.catalog import Leaf, Table, ancestors
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, scalar
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
@@ -48,11 +48,18 @@ def look(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) 
     """Read from the catalog what captured tables are now, or why they cannot be followed; by label."""
     found = find(connection, pipeline.source.tables, pipeline.sink.mode)
     # The record is read first: what is published anew meanwhile then shows as a difference, and is looked at again.
-    recorded = existing_record(pipeline).identity
+    record = existing_record(pipeline)
     published = published_oids(connection, pipeline.source.publication)
     entries = published_entries(connection, pipeline.source.publication, [target.table for target in targets])
-    altered = frozenset(key for key, entry in entries.items() if entry != recorded.get(key))
-    return {target.table.label: _now(found, published, altered, target.table, pipeline) for target in targets}
+    altered = frozenset(key for key, entry in entries.items() if entry != record.identity.get(key))
+    above = ancestors(connection, [target.table.oid for target in targets])
+    captured = {target.table.oid: target.table.label for target in record.targets}
+    roots = {oid: [captured[root] for root in among if root in captured] for oid, among in above.items()}
+    return {
+        target.table.label: _attached(found, roots[target.table.oid], target.table)
+        or _now(found, published, altered, target.table, pipeline)
+        for target in targets
+    }
 
 
 def drifted(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:
@@ -60,6 +67,18 @@ def drifted(connection: Connection, pipeline: Pipeline, targets: Sequence[Target
     now = look(connection, pipeline, targets)
     recorded = {target.table.label: target.table for target in targets}
     return {label: after for label, after in now.items() if decide(recorded[label], after) != Unchanged()}
+
+
+def _attached(found: Found, roots: Sequence[str], table: Table) -> CannotFollow | None:
+    """Why a table cannot be followed by itself any more: its rows are those of another captured table, too."""
+    label = table.label
+    if not roots or (label in found.tables and found.tables[label].oid != table.oid):
+        return None
+    return CannotFollow(
+        f"{label} has become a partition of {roots[0]}, which is captured, too",
+        f"Take {label} out of source.tables, unless only a glob names it, and run `airflow-cdc run`: its rows go into"
+        f" the target of {roots[0]}, and its own target table stays as it is. Or detach it, and start again.",
+    )
 
 
 def _now(

@@ -95,7 +95,7 @@ class PieceEffects:
 
 def effects(
     decoded: Sequence[Changes],
-    tables: Mapping[int, Table],
+    tables: Mapping[int, Sequence[Table]],
     filters: Mapping[str, TableFilter],
     mode: Literal["mirror", "changelog"],
     ask: AskChunks,
@@ -159,7 +159,7 @@ def between(changes: Changes, since: int, before: int) -> Changes:
     )
 
 
-def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Table]) -> list[tuple[Table, Changes]]:
+def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Sequence[Table]]) -> list[tuple[Table, Changes]]:
     """Bring changes into the captured columns, and the changes of all leaves of a table into one order.
 
     Tables that are published and not captured are left out, and so are changes in another format than the table's:
@@ -168,14 +168,14 @@ def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Table]) -> list[t
     result: list[tuple[Table, Changes]] = []
     partitioned: dict[str, list[tuple[Table, Changes]]] = {}
     for changes in decoded:
-        table = tables.get(changes.relation.oid)
-        if table is None or not len(changes.op) or not fits(table, changes.relation):
-            continue
-        aligned = (table, _align(changes, table))
-        if len(table.leaves) > 1:
-            partitioned.setdefault(table.label, []).append(aligned)
-        else:
-            result.append(aligned)
+        for table in tables.get(changes.relation.oid, ()):
+            if not len(changes.op) or not fits(table, changes.relation):
+                continue
+            aligned = (table, _align(changes, table))
+            if len(table.leaves) > 1:
+                partitioned.setdefault(table.label, []).append(aligned)
+            else:
+                result.append(aligned)
     for parts in partitioned.values():
         result.append((parts[0][0], _interleave([changes for _, changes in parts])))
     return result

@@ -215,7 +215,10 @@ class Misfit:
 
 
 def first_misfit(
-    decoded: Sequence[Changes], tables: Mapping[int, Table], snapshots: Mapping[str, Sequence[Snapshot]], opened: int
+    decoded: Sequence[Changes],
+    tables: Mapping[int, Sequence[Table]],
+    snapshots: Mapping[str, Sequence[Snapshot]],
+    opened: int,
 ) -> Misfit | None:
     """Find the first changes that do not fit their table's definition and are not in its chunks anyway.
 
@@ -225,14 +228,14 @@ def first_misfit(
     """
     found: Misfit | None = None
     for changes in decoded:
-        table = tables.get(changes.relation.oid)
-        if table is None or not len(changes.op) or fits(table, changes.relation):
-            continue
-        chunks = snapshots.get(table.label, ())
-        outside = np.flatnonzero(seen_by(changes.xid, chunks) < max(len(chunks), 1))
-        if not outside.size:
-            continue
-        lsn = int(changes.commit_lsn[outside[0]])
-        if found is None or lsn < found.commit_lsn:
-            found = Misfit(table.label, lsn, changes.relation, lsn == opened)
+        for table in tables.get(changes.relation.oid, ()):
+            if not len(changes.op) or fits(table, changes.relation):
+                continue
+            chunks = snapshots.get(table.label, ())
+            outside = np.flatnonzero(seen_by(changes.xid, chunks) < max(len(chunks), 1))
+            if not outside.size:
+                continue
+            lsn = int(changes.commit_lsn[outside[0]])
+            if found is None or lsn < found.commit_lsn:
+                found = Misfit(table.label, lsn, changes.relation, lsn == opened)
     return found

@@ -267,8 +267,18 @@ def _encoding(source: Connection, pipeline: Pipeline) -> str:
     return f"The source database has encoding {encoding}."
 
 
-def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    """Check that the publication can be made, or is there and publishes what is captured."""
+def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    """Which tables a pipeline that has its slot captures already, only its record tells."""
+    query = "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s"
+    settled = () if rows(source, query, [pipeline.source.slot]) else tables
+    return check_publication(source, pipeline, tables, settled)
+
+
+def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table], settled: Sequence[Table]) -> str:
+    """Check that the publication can be made, or is there and publishes what is captured.
+
+    :param settled: those of the tables, with those of their leaves, that the role does not publish anew.
+    """
     name = pipeline.source.publication
     quoted = sql.Identifier(name).as_string(source)
     statement = publication_sql(source, name, tables)
@@ -306,14 +316,15 @@ def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[T
             "publish_via_partition_root = false);",
         )
     missing, different = published_otherwise(source, name, tables)
-    if different or (missing and (not_owned or not is_ours)):
+    fixed = published_otherwise(source, name, settled)[1]
+    if fixed or ((missing or different) and (not_owned or not is_ours)):
         shown = ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in different or missing)
         what = "publishes other columns or rows of" if different else "lacks"
         body = statement.partition(" FOR ")[2].rpartition(" WITH ")[0]
         raise MissingPrivilege(
             f"publication {name!r} {what} {shown}", f"Let its owner run: ALTER PUBLICATION {quoted} SET {body};"
         )
-    if missing:
+    if missing or different:
         takes_writes(source)
         return f"Publication {name!r} exists, tables will be added to it."
     return f"Publication {name!r} exists and has all tables."
@@ -432,5 +443,5 @@ _SOURCE_CHECKS: dict[str, Callable[[Connection, Pipeline], str]] = {
 _TABLE_CHECKS: dict[str, Callable[[Connection, Pipeline, Sequence[Table]], str]] = {
     "select": lambda source, pipeline, tables: may_read(source, tables),
     "row security": lambda source, pipeline, tables: sees_all_rows(source, tables),
-    "publication": check_publication,
+    "publication": _publication,
 }

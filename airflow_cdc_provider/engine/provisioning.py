@@ -11,6 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.catalog import Table, ancestors
 from airflow_cdc_provider.engine.chunks import Chunk, plan
 from airflow_cdc_provider.engine.claim import claim
 from airflow_cdc_provider.engine.config import Pipeline
@@ -32,6 +33,7 @@ from airflow_cdc_provider.engine.publication import (
     create_publication,
     drop_publication,
     published_entries,
+    published_otherwise,
     unpublish,
 )
 from airflow_cdc_provider.engine.removal import PROVISIONING, remove_slot
@@ -64,6 +66,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         record = sink.record()
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         tables = resolve(source, names.tables, pipeline.sink.mode)
+        checks.check_publication(source, pipeline, tables, _settled(record, tables))
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
             with _new_slot(source, pipeline, state, tables) as (identity, consistent):
@@ -77,8 +80,9 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             require_epoch(record, epoch)
             passage = gate(source, names, record)
             gone = _gone_tables(source, record, tables)
-            for target in gone if record.identity["created_publication"] else ():
-                unpublish(source, names.publication, target.table)
+            if record.identity["created_publication"]:
+                left = {leaf.oid for target in gone for leaf in target.table.leaves}
+                unpublish(source, names.publication, left - {leaf.oid for table in tables for leaf in table.leaves})
             sink.forget(epoch, [target.table.label for target in gone])
             note_passage(sink, record, passage)
             record = existing_record(pipeline)
@@ -86,6 +90,9 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
             recorded = {target.table.label for target in record.targets}
             added = [table for table in tables if table.label not in recorded]
             if added:
+                # A partition that has been detached may still be published by the rule of the table that it was in.
+                otherwise = published_otherwise(source, names.publication, added)[1]
+                unpublish(source, names.publication, [leaf.oid for leaf in otherwise])
                 create_publication(source, names.publication, added)
                 # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
                 sink.note_source(epoch, published_entries(source, names.publication, added))
@@ -185,6 +192,17 @@ def _may_be_recorded(pipeline: Pipeline, consistent: int | None) -> bool:
     return record is not None and record.applied == consistent
 
 
+def _settled(record: Record | None, tables: Sequence[Table]) -> Sequence[Table]:
+    """The tables, with those of their leaves that have to be published as they are captured by now."""
+    if record is None:
+        return tables
+    recorded = {(target.table.label, leaf.oid) for target in record.targets for leaf in target.table.leaves}
+    return [
+        replace(table, leaves=tuple(leaf for leaf in table.leaves if (table.label, leaf.oid) in recorded))
+        for table in tables
+    ]
+
+
 def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
     return [Target(table, *checks.target_name(pipeline, table)) for table in tables]
 
@@ -192,16 +210,20 @@ def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
 def _gone_tables(source: Connection, record: Record, tables: Sequence[Table]) -> list[Target]:
     """Recorded tables that the file no longer covers, since the source has no tables of these names any more.
 
-    :raises ConfigError: when the source still has one, whose changes would be lost.
+    Or only as partitions of tables that are covered.
+
+    :raises ConfigError: when the source still has another one, whose changes would be lost.
     """
-    covered = {table.label for table in tables}
+    covered = {table.label: table.oid for table in tables}
     gone = [target for target in record.targets if target.table.label not in covered]
-    query = "SELECT to_regclass(%s) IS NOT NULL"
-    here = [
-        target.table.label
-        for target in gone
-        if scalar(source, query, [sql.Identifier(target.table.schema, target.table.name).as_string(source)])
-    ]
+    oids: dict[int, str] = {}
+    for target in gone:
+        name = sql.Identifier(target.table.schema, target.table.name).as_string(source)
+        oid = scalar(source, "SELECT to_regclass(%s)::oid::int8", [name])
+        if oid is not None:
+            oids[oid] = target.table.label
+    above = ancestors(source, list(oids))
+    here = [label for oid, label in oids.items() if set(covered.values()).isdisjoint(above[oid])]
     if here:
         raise ConfigError(
             f"source.tables no longer covers {', '.join(here)}, which this pipeline captures",
@@ -248,7 +270,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, pipeline.source.slot)
         if not known.identity["created_publication"]:
-            checks.check_publication(source, pipeline, tables)  # it stays as it is
+            checks.check_publication(source, pipeline, tables, tables)  # it stays as it is
         epoch = None
         if record is not None:
             epoch = take_epoch(pipeline, state, takeover)

@@ -6,7 +6,7 @@ TRUNCATE of a partition is not sent at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from psycopg2 import sql
 
@@ -137,10 +137,10 @@ def publish_anew(connection: Connection, publication: str, before: Table | None,
     :raises MissingPrivilege: when it is published otherwise, and the role may not change that.
     """
     otherwise = published_otherwise(connection, publication, [table])[1]
-    if before is not None and _chosen(before) != _chosen(table) and (otherwise or _is_ours(connection, publication)):
-        unpublish(connection, publication, before)
-    elif otherwise:
-        unpublish(connection, publication, table)
+    chosen_anew = before is not None and _chosen(before) != _chosen(table)
+    if otherwise or (chosen_anew and _is_ours(connection, publication)):
+        # Only what it has now: a leaf that it has had may be another captured table's.
+        unpublish(connection, publication, [leaf.oid for leaf in table.leaves])
     create_publication(connection, publication, [table])
     entries = published_entries(connection, publication, [table])
     missing, different = published_otherwise(connection, publication, [table])
@@ -186,15 +186,18 @@ def create_publication(connection: Connection, publication: str, tables: Sequenc
     return not exists
 
 
-def unpublish(connection: Connection, publication: str, table: Table) -> None:
-    """Take those leaves of a table out of the publication that stand in it by name; the tables may be gone."""
+def unpublish(connection: Connection, publication: str, leaves: Collection[int]) -> None:
+    """Take those leaves out of the publication that stand in it by name.
+
+    :param leaves: their oids; they may be gone.
+    """
     query = (
         "SELECT n.nspname, c.relname FROM pg_catalog.pg_publication_rel r"
         " JOIN pg_catalog.pg_publication p ON p.oid = r.prpubid AND p.pubname = %s"
         " JOIN pg_catalog.pg_class c ON c.oid = r.prrelid JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
         " WHERE c.oid = ANY (%s::oid[])"
     )
-    for schema, name in rows(connection, query, [publication, [leaf.oid for leaf in table.leaves]]):
+    for schema, name in rows(connection, query, [publication, list(leaves)]):
         drop = sql.SQL("ALTER PUBLICATION {} DROP TABLE ONLY {}")
         rows(connection, drop.format(sql.Identifier(publication), sql.Identifier(schema, name)))
 

@@ -33,6 +33,8 @@ END = (1 << 63) - 1
 class Stage:
     """The work of a staging task, as a function that Spark ships: raw pieces in, pickled messages out.
 
+    :param targets: all that are recorded. A leaf that has gone from one to another belongs to both until the one that
+        had it is read again.
     :param high: the highest H of all reads, those that need no filter any more included.
     :param since, before: bounds of the commit records of the transactions that are staged.
     """
@@ -40,7 +42,7 @@ class Stage:
     sink: Sink
     epoch: int
     batch: str
-    targets: dict[int, Target]
+    targets: tuple[Target, ...]
     filters: dict[str, TableFilter]
     high: int
     source_dsn: str = field(repr=False)
@@ -71,7 +73,10 @@ class Stage:
 
     def _stage(self, start: str, end: str, index: int, piece: bytes, deposit: str | None) -> StagedPiece | Misfit:
         decoded, opened = self._decode(piece, deposit)
-        tables = {oid: target.table for oid, target in self.targets.items()}
+        tables: dict[int, list[Table]] = {}
+        for target in self.targets:
+            for leaf in target.table.leaves:
+                tables.setdefault(leaf.oid, []).append(target.table)
         snapshots = {label: filter_.snapshots for label, filter_ in self.filters.items()}
         misfit = first_misfit(decoded, tables, snapshots, opened)
         if misfit is not None:
@@ -83,7 +88,7 @@ class Stage:
             source = source or connect(self.source_dsn)
             return chunk_of(source, table, bounds, keys)
 
-        labelled = {target.table.label: target for target in self.targets.values()}
+        labelled = {target.table.label: target for target in self.targets}
 
         def ask_members(
             table: Table, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]

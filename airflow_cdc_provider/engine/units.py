@@ -215,7 +215,7 @@ class Units:
             self._run.sink,
             self._run.epoch,
             f"{self._run.epoch}_{batch}",
-            {leaf.oid: target for target in self.record.targets for leaf in target.table.leaves},
+            self.record.targets,
             filters,
             self.record.high,
             self._run.pipeline.source.dsn,
