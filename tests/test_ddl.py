@@ -42,6 +42,10 @@ FOLLOWED = {
     "add": ["ALTER TABLE {t} ADD b int"],
     "default": ["ALTER TABLE {t} ADD b text DEFAULT 'it''s {{\"x\"}}, \\'"],
     "default_array": ["ALTER TABLE {t} ADD b int[] DEFAULT '{{{{1,2}},{{3,NULL}}}}'"],
+    "default_box": [
+        "ALTER TABLE {t} ADD b box DEFAULT '(1,1),(0,0)'",
+        "ALTER TABLE {t} ADD c box[] DEFAULT '{{{{(1,1),(0,0);(3,3),(2,2)}}}}'",
+    ],
     "default_stable": ["ALTER TABLE {t} ADD b timestamptz NOT NULL DEFAULT now()"],
     "default_changed": ["ALTER TABLE {t} ADD b int DEFAULT 7", "ALTER TABLE {t} ALTER b SET DEFAULT 8"],
     "two": ["ALTER TABLE {t} ADD b int DEFAULT 1, ADD c numeric(10,2) DEFAULT 2.5"],
@@ -67,6 +71,12 @@ READ_AGAIN = {
     "key_type": ["ALTER TABLE {t} ALTER id TYPE bigint"],
     "add_vacuumed": ["ALTER TABLE {t} ADD b int DEFAULT 3", "VACUUM FULL {t}"],
     "add_truncated": ["ALTER TABLE {t} ADD b int DEFAULT 3", "TRUNCATE {t}"],
+}
+NAMED = "UPDATE {t} SET a = 'pg_class'::regclass::int WHERE id = 9"
+# The same bits read otherwise, and by the source alone.
+READ_AGAIN |= {
+    "reg": [NAMED, "ALTER TABLE {t} ALTER a TYPE regclass"],
+    "reg_and_back": [NAMED, "ALTER TABLE {t} ALTER a TYPE regclass", *DATA, "ALTER TABLE {t} ALTER a TYPE oid"],
 }
 # In a changelog the values of rows that are gone would have to be converted too.
 MIRROR_ONLY = {
@@ -149,6 +159,7 @@ TYPICAL = {
     for name in (
         "default",
         "default_array",
+        "default_box",
         "drop",
         "rename",
         "widen",

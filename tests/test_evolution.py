@@ -18,6 +18,9 @@ from airflow_cdc_provider.engine.evolution import (
     decide,
     first_misfit,
     fits,
+    has_other_keys,
+    has_silent_identity,
+    has_silent_key,
     redefinition,
 )
 from airflow_cdc_provider.engine.pgoutput import Changes, Relation, RelationColumn
@@ -47,6 +50,13 @@ def relation(defined: Table) -> Relation:
 
 
 BEFORE = table("1id:int 2a:int 3b:varchar(5)")
+
+
+def made_of(column: str, **parts: str) -> Table:
+    """As before, but that the type of a column is made of other types."""
+    return replace(BEFORE, columns=tuple(replace(c, parts=parts) if c.name == column else c for c in BEFORE.columns))
+
+
 CASES: list[tuple[str, Table | CdcError, type]] = [
     ("nothing", BEFORE, Unchanged),
     ("added", table("1id:int 2a:int 3b:varchar(5) 4c:int"), Follow),
@@ -118,6 +128,32 @@ def test_what_makes_one_definition_the_other() -> None:
     assert change.replaced == ("b",)
     assert not change.key
     assert not redefinition(BEFORE, BEFORE).changes_columns
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (made_of("a", label1="sad", label2="ok"), made_of("a", label1="sad", label2="fine"), Adopt),
+        (made_of("a", label1="sad"), made_of("a", label1="sad", label2="fine"), Follow),
+        (made_of("a", label1="sad"), made_of("a"), Adopt),
+        (made_of("a", label1="sad"), made_of("a", label1="sad"), Unchanged),
+        (BEFORE, made_of("a", label1="sad"), Follow),
+        (made_of("a", label1="sad"), table("1id:int 3b:varchar(5)", attnums=3), Follow),
+    ],
+)
+def test_what_types_are_made_of(before: Table, after: Table, verdict: type) -> None:
+    """A record that does not say is taken as it is."""
+    assert isinstance(decide(before, after), verdict)
+    assert not has_other_keys(before, after)
+
+
+def test_what_the_type_of_a_key_is_made_of() -> None:
+    before, after = made_of("id", label1="ok"), made_of("id", label1="fine")
+    assert has_other_keys(before, after)
+    assert not has_other_keys(BEFORE, after)
+    assert has_silent_identity(before)
+    assert not has_silent_identity(BEFORE)
+    assert not has_silent_key(before)
 
 
 @pytest.mark.parametrize(

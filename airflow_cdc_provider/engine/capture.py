@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.catalog import Catalog, Column, Leaf, Relation,
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import condition, rows
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, UncapturableTable, UnknownTable
-from airflow_cdc_provider.engine.evolution import has_silent_identity
+from airflow_cdc_provider.engine.evolution import has_silent_key
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: T
         attnums=relation.attnums,
         generated=tuple(column.name for column, generated in catalog.columns[relation.oid] if generated),
     )
-    if has_silent_identity(table):
+    if has_silent_key(table):
         table = dataclasses.replace(table, key_constraint=catalog.key(relation, identity).constraint)
     if table.where is not None:
         _check_where(connection, table, table.where)

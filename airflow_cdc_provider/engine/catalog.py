@@ -37,9 +37,39 @@ FROM pg_catalog.unnest(%s::int8[]) AS t (oid)
 CROSS JOIN LATERAL pg_catalog.pg_partition_ancestors(t.oid::pg_catalog.oid::pg_catalog.regclass) AS p
 WHERE p.relid::pg_catalog.oid::int8 <> t.oid
 """
+TYPES = """
+made AS (
+    SELECT DISTINCT a.atttypid AS type, a.atttypid AS part FROM pg_catalog.pg_attribute a
+    WHERE a.attrelid = ANY (%s::pg_catalog.oid[]) AND a.attnum > 0 AND a.atttypid >= 16384
+    UNION
+    SELECT m.type, p.part FROM made m JOIN pg_catalog.pg_type t ON t.oid = m.part
+    CROSS JOIN LATERAL (
+        VALUES (t.typelem), (t.typbasetype)
+        UNION ALL SELECT r.rngsubtype FROM pg_catalog.pg_range r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)
+        UNION ALL SELECT a.atttypid FROM pg_catalog.pg_attribute a WHERE a.attrelid = t.typrelid AND a.attnum > 0
+    ) AS p (part)
+    WHERE p.part >= 16384
+)
+"""
+"""A common table expression: the types of the columns of some relations, and of what types each is made.
+
+Types that come with Postgres are left out: they never change.
+"""
+
 # Sorting finds a type's operators by itself, a comparison only on the search path, which is pg_catalog's here.
-_COLUMNS = """
-WITH RECURSIVE domains AS (
+_COLUMNS = f"""
+WITH RECURSIVE {TYPES}, parts AS (
+    SELECT m.type, 'label ' || e.oid AS name, e.enumlabel || ' ' || e.xmin::text AS content
+    FROM made m JOIN pg_catalog.pg_enum e ON e.enumtypid = m.part
+    UNION ALL
+    SELECT m.type, 'attributes ' || t.typrelid,
+           coalesce(pg_catalog.string_agg(a.attnum || ' ' || a.atttypid, ', ' ORDER BY a.attnum), '')
+    FROM made m JOIN pg_catalog.pg_type t ON t.oid = m.part AND t.typrelid <> 0
+    LEFT JOIN pg_catalog.pg_attribute a ON a.attrelid = t.typrelid AND a.attnum > 0
+    GROUP BY m.type, t.typrelid
+), contents AS (
+    SELECT type, pg_catalog.json_object_agg(name, content) AS parts FROM parts GROUP BY type
+), domains AS (
     SELECT oid AS type, typbasetype AS base FROM pg_catalog.pg_type WHERE typtype = 'd'
     UNION ALL
     SELECT d.type, t.typbasetype FROM domains d JOIN pg_catalog.pg_type t ON t.oid = d.base AND t.typtype = 'd'
@@ -55,8 +85,7 @@ WITH RECURSIVE domains AS (
     WHERE c.opcdefault AND n.nspname <> 'pg_catalog'
     GROUP BY c.opcintype
 ), missing AS (
-    SELECT l.root, p.attname, pg_catalog.array_agg(DISTINCT (p.attmissingval::pg_catalog.text::pg_catalog.text[])[1])
-        AS found
+    SELECT l.root, p.attname, pg_catalog.array_agg(DISTINCT pg_catalog.array_to_string(p.attmissingval, '')) AS found
     FROM ROWS FROM (pg_catalog.unnest(%s::int8[]), pg_catalog.unnest(%s::int8[])) AS l (root, leaf)
     JOIN pg_catalog.pg_attribute p ON p.attrelid = l.leaf::pg_catalog.oid AND p.attnum > 0 AND NOT p.attisdropped
     GROUP BY l.root, p.attname
@@ -71,9 +100,10 @@ SELECT a.attrelid::int8, a.attname, pg_catalog.format_type(a.atttypid, a.atttypm
        pg_catalog.format_type(b.oid, -1) || CASE WHEN a.attcollation <> b.typcollation
             THEN ' COLLATE ' || pg_catalog.quote_ident(cn.nspname) || '.' || pg_catalog.quote_ident(c.collname)
             ELSE '' END,
-       a.attgenerated <> ''
+       s.parts, a.attgenerated <> ''
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
+LEFT JOIN contents s ON s.type = a.atttypid
 LEFT JOIN missing m ON m.root = a.attrelid::int8 AND m.attname = a.attname
 LEFT JOIN btree o ON o.type = t.oid OR o.type IN (SELECT d.base FROM domains d WHERE d.type = t.oid)
 LEFT JOIN pg_catalog.pg_type e ON e.oid = t.typelem
@@ -114,6 +144,9 @@ class Column:
     :param type_modifier: what ``type`` has in parentheses, as a number; -1 without.
     :param beneath: for a domain the type that it is made of, as a cast takes it, with the column's collation. A row's
         value need not be one of the domain any more: a constraint may have been added as NOT VALID.
+    :param parts: what the type is made of, beneath arrays, domains and ranges, as far as its values read otherwise
+        when that changes: each label of an enum with the transaction that gave it, the attributes of a composite.
+        ``None`` if there is nothing of the kind, or nobody has looked.
     """
 
     name: str
@@ -129,6 +162,7 @@ class Column:
     uniform: bool = field(default=True, compare=False)
     type_modifier: int = field(default=-1, compare=False)
     beneath: str | None = field(default=None, compare=False)
+    parts: Mapping[str, str] | None = field(default=None, compare=False)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Column:
@@ -307,7 +341,8 @@ class Catalog:
         columns: dict[int, tuple[tuple[Column, bool], ...]] = defaultdict(tuple)
         names = [field.name for field in dataclasses.fields(Column)]
         stored = [(root, leaf.oid) for root, group in leaves.items() for leaf in group]
-        parameters = [[root for root, _ in stored], [leaf for _, leaf in stored], list(leaves)]
+        roots = list(leaves)
+        parameters = [roots, [root for root, _ in stored], [leaf for _, leaf in stored], roots]
         for oid, *values, generated in rows(connection, _COLUMNS, parameters):
             columns[oid] += ((Column.from_dict(dict(zip(names, values, strict=True))), generated),)
         primary: dict[int, Key] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from airflow_cdc_provider.engine.capture import Found, find
-from airflow_cdc_provider.engine.catalog import Leaf, Table, ancestors
+from airflow_cdc_provider.engine.catalog import TYPES, Leaf, Table, ancestors
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, scalar
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
@@ -19,8 +19,11 @@ from airflow_cdc_provider.engine.run import existing_record
 from airflow_cdc_provider.engine.sinks.base import Target
 
 # Every entry of the catalog that a definition is made of, and the transaction that wrote it.
-_STATE = """
-WITH tree AS (
+_STATE = f"""
+WITH RECURSIVE {TYPES}, types AS (
+    SELECT t.tableoid, t.oid, t.xmin, t.typnamespace, t.typrelid FROM pg_catalog.pg_type t
+    WHERE t.oid IN (SELECT part FROM made)
+), tree AS (
     SELECT t.root, p.relid::pg_catalog.oid AS oid
     FROM pg_catalog.unnest(%s::int8[]) AS t (root)
     CROSS JOIN LATERAL pg_catalog.pg_partition_tree(t.root::pg_catalog.oid::pg_catalog.regclass) AS p
@@ -32,6 +35,15 @@ WITH tree AS (
     JOIN pg_catalog.unnest(%s::int8[]) AS t (root) ON a.attrelid = t.root::pg_catalog.oid
     UNION ALL
     SELECT i.tableoid, i.indexrelid, 0, i.xmin FROM pg_catalog.pg_index i JOIN tree ON i.indrelid = tree.oid
+    UNION ALL
+    SELECT tableoid, oid, 0, xmin FROM types
+    UNION ALL
+    SELECT n.tableoid, n.oid, 0, n.xmin FROM pg_catalog.pg_namespace n WHERE n.oid IN (SELECT typnamespace FROM types)
+    UNION ALL
+    SELECT e.tableoid, e.oid, 0, e.xmin FROM pg_catalog.pg_enum e JOIN types t ON e.enumtypid = t.oid
+    UNION ALL
+    SELECT a.tableoid, a.attrelid, a.attnum, a.xmin FROM pg_catalog.pg_attribute a
+    JOIN types t ON a.attrelid = t.typrelid WHERE a.attnum > 0
 )
 SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::pg_catalog.text)) FROM entries e
 """
@@ -41,7 +53,7 @@ def catalog_state(connection: Connection, publication: str, targets: Sequence[Ta
     """A mark of the catalog's entries for captured tables: as long as it stays, so do the definitions."""
     roots = [target.table.oid for target in targets]
     entries = published_entries(connection, publication, [target.table for target in targets])
-    return f"{scalar(connection, _STATE, [roots, roots, roots])} {sorted(entries.items())}"
+    return f"{scalar(connection, _STATE, [roots, roots, roots, roots])} {sorted(entries.items())}"
 
 
 def look(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:

@@ -18,12 +18,19 @@ _SOLUTIONS = {
 """By SQLSTATE: what is wrong with a server that is otherwise well."""
 # Connection, rolled back for others, resources, not available now, operator, system.
 _OUTAGES = ("08", "40", "53", "55", "57", "58")
+# Schema, column, type, function or operator, table; a value's text, as of an enum's label.
+_UNKNOWN = frozenset({"3F000", "42703", "42704", "42883", "42P01", "22P02"})
 
 
 def is_outage(error: BaseException) -> bool:
     """Whether an error of a database driver says that the server, or the way to it, fails, not what was asked of it."""
     state = _sqlstate(error)
     return state is None or state.startswith(_OUTAGES)
+
+
+def knows_not(error: BaseException) -> bool:
+    """Whether a source does not know, or not any more, what a statement about a captured table names and spells."""
+    return _sqlstate(error) in _UNKNOWN
 
 
 def _sqlstate(error: BaseException) -> str | None:

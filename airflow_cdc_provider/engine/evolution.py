@@ -76,15 +76,38 @@ def redefinition(before: Table, after: Table) -> Redefinition:
 def has_other_keys(before: Table, after: Table) -> bool:
     """Whether rows that are one by the key of one definition may be two by that of the other, unless the log tells so.
 
-    It does not tell of collations, and under FULL of no key at all.
+    It does not tell of collations, of what types are made of, and under FULL of no key at all.
     """
     collations = [[column.collation for column in table.key_columns] for table in (before, after)]
-    return before.key_constraint != after.key_constraint or collations[0] != collations[1]
+    return (
+        before.key_constraint != after.key_constraint
+        or collations[0] != collations[1]
+        or reads_otherwise(before.key_columns, after.key_columns)
+    )
+
+
+def reads_otherwise(before: Sequence[Column], after: Sequence[Column]) -> bool:
+    """Whether values that columns have had read otherwise now, as what their types are made of has changed.
+
+    A label that an enum did not have before is in no value from before.
+    """
+    now = {column.attnum: column.parts or {} for column in after}
+    return any(
+        now[column.attnum].get(name) != content
+        for column in before
+        if column.attnum in now
+        for name, content in (column.parts or {}).items()
+    )
+
+
+def has_silent_key(table: Table) -> bool:
+    """Whether the log does not tell when the table gets another key."""
+    return table.replica_identity == "f" or any(column.collation is not None for column in table.key_columns)
 
 
 def has_silent_identity(table: Table) -> bool:
     """Whether the log does not tell when what tells the table's rows apart becomes another."""
-    return table.replica_identity == "f" or any(column.collation is not None for column in table.key_columns)
+    return has_silent_key(table) or any(column.parts for column in table.key_columns)
 
 
 @dataclass(frozen=True)
@@ -156,6 +179,8 @@ def decide(before: Table, after: Table | CdcError, relation: Relation | None = N
         return Adopt("its partitions are others")
     if has_other_keys(before, after):
         return Adopt("its rows may have had other keys for a while")
+    if reads_otherwise(before.columns, after.columns):
+        return Adopt("what its types are made of has changed")
     rewritten = any(files[leaf.oid] != leaf.filenode for leaf in after.leaves)
     if relation is None and not change.changes_columns:
         stamps = {column.attnum: column.xmin for column in before.columns}

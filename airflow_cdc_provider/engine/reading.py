@@ -21,7 +21,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, Connection, describe, session_dsn
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, knows_not
 from airflow_cdc_provider.engine.errors import CdcError, SchemaChanged
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.liveness import Calls
@@ -47,7 +47,6 @@ SELECT (SELECT pg_catalog.json_agg(
        (SELECT pg_catalog.json_agg(c.oid::int8 ORDER BY c.oid) FROM pg_catalog.pg_class c
         JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE (n.nspname, c.relname) IN ({leaves}))::text
 """
-_GONE = {"42P01", "42703", "3F000"}  # undefined table, column, schema
 
 _SETTINGS = {"row_security": "off", "synchronous_commit": "local", "lock_timeout": _LOCK_TIMEOUT}
 
@@ -165,7 +164,8 @@ class SnapshotReader:
             if tuple(json.loads(text or "[]") for text in self._call(cursor.fetchone)) != self._read.defined:
                 raise _changed(self._read.label)
             self._execute(cursor, self._read.query)
-            batches = iter(self._call(cursor.fetch_record_batch))
+            # What fetch_record_batch() returns is this reader without the errors of the server and their SQLSTATE.
+            batches = iter(self._call(lambda: cursor._results.reader))
             while (batch := self._call(next, batches, None)) is not None:
                 yield batch
             self._execute(cursor, "COMMIT")
@@ -192,13 +192,13 @@ class _as_failure:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None and not isinstance(error, CdcError) and isinstance(error, DRIVER_ERRORS):
-            if self._label and getattr(error, "sqlstate", None) in _GONE:
-                raise _changed(self._label) from error
+            if self._label and knows_not(error):
+                raise _changed(self._label, f": {str(error).splitlines()[0]}") from error
             raise driver_failure(error, describe(self._dsn)) from error
 
 
-def _changed(label: str) -> SchemaChanged:
+def _changed(label: str, said: str = "") -> SchemaChanged:
     return SchemaChanged(
-        f"{label} is not defined any more as it was captured",
+        f"{label} is not defined any more as it was captured{said}",
         "Start again: the stream follows the change, or the table is read again as it is now.",
     )

@@ -193,12 +193,13 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             if before is None:
                 write_ledger(pipeline, run.state, existing_record(pipeline))
             return written
-        except SchemaChanged:
-            continue  # between the look at the catalog and the read
+        except SchemaChanged as e:
+            changed = e  # between the look at the catalog and the read
         finally:
             reader.close()
     raise SchemaChanged(
-        f"the definition of {label} changes faster than the table can be read", "Start again when it has settled."
+        f"the definition of {label} changes faster than the table can be read; {changed.message}",
+        "Start again when it has settled.",
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import chunk_of
 from airflow_cdc_provider.engine.connection import Connection, connect
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, knows_not
 from airflow_cdc_provider.engine.effects import TableFilter, between, effects
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
@@ -27,6 +27,23 @@ from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Ta
 
 END = (1 << 63) - 1
 """Beyond every LSN."""
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A table whose source cannot tell any more in which chunks keys lie; ``why`` is what it has said.
+
+    Keys and bounds are texts from different times: meanwhile the type, or a label of it, was given another name.
+    """
+
+    label: str
+    why: str
+
+
+class _CannotPlace(Exception):
+    def __init__(self, unplaced: Unplaced) -> None:
+        super().__init__(unplaced)
+        self.unplaced = unplaced
 
 
 @dataclass(frozen=True)
@@ -52,9 +69,11 @@ class Stage:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             for row in batch.to_pylist():
-                message: StagedPiece | Misfit | CdcError
+                message: StagedPiece | Misfit | Unplaced | CdcError
                 try:
                     message = self._stage(**row)
+                except _CannotPlace as e:
+                    message = e.unplaced
                 except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
                     message = e
                 except DRIVER_ERRORS as e:
@@ -86,7 +105,12 @@ class Stage:
         def ask(table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> npt.NDArray[np.int64]:
             nonlocal source
             source = source or connect(self.source_dsn)
-            return chunk_of(source, table, bounds, keys)
+            try:
+                return chunk_of(source, table, bounds, keys)
+            except DRIVER_ERRORS as e:
+                if not knows_not(e):
+                    raise
+                raise _CannotPlace(Unplaced(table.label, str(e).splitlines()[0])) from e
 
         labelled = {target.table.label: target for target in self.targets}
 

@@ -55,7 +55,7 @@ from airflow_cdc_provider.engine.reread import adopt, insist, read_keys_again, t
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.stage import END, Stage, open_filters
+from airflow_cdc_provider.engine.stage import END, Stage, Unplaced, open_filters
 
 T = TypeVar("T")
 
@@ -227,12 +227,32 @@ class Units:
         misfits = [message for message in messages if isinstance(message, Misfit)]
         if misfits:
             raise _RelationChanged(min(misfits, key=lambda misfit: misfit.commit_lsn))
+        unplaced = {message.label: message for message in messages if isinstance(message, Unplaced)}
+        if unplaced:
+            self._run.sink.sweep(self._run.epoch)
+            for table in unplaced.values():
+                self._place(table)
+            return self._stage(pieces, batch, before)
         for message in messages:
             if isinstance(message, CdcError):
                 raise message
         return sorted(messages, key=lambda m: m.index)
 
     # -- changes of schema -------------------------------------------------------------------------
+
+    def _place(self, unplaced: Unplaced) -> None:
+        """Read a table again whose chunks cannot be told apart any more: as a whole, it has no bounds.
+
+        :raises CannotFollow: when more than a name has changed.
+        """
+        target = target_of(self.record, unplaced.label)
+        with connected(self._run.pipeline.source.dsn) as source:
+            verdict = self._decide(target, look(source, self._run.pipeline, [target])[unplaced.label])
+        if not isinstance(verdict, Refuse):
+            verdict = Adopt(unplaced.why)
+        self._insist(partial(self._change, target, verdict), unplaced.label)
+        if self._parts:  # staged by the bounds of before
+            raise _torn()
 
     def _meet(self, misfit: Misfit, pieces: DataFrame, batch: int) -> None:
         """Commit what comes before the first changes in another format; then follow the change of schema.

@@ -165,7 +165,8 @@ def redefine(
 
     :param rows_stay: the rows keep their values, and get those of added columns; otherwise all are about to be
         written anew, and a mirror has none.
-    :raises RowsNeeded: when the target has an added column already, whose values are not the source's.
+    :raises RowsNeeded: when the target has an added column already, whose values are not the source's, or cannot
+        convert values as the source does.
     :raises CannotFollow: when the target does not let it be changed.
     """
     change = redefinition(before.table, after.table)
@@ -224,7 +225,10 @@ class _Change:
                 self._alter("DROP COLUMN IF EXISTS {name}", name=sql.Identifier(name))
         self._rename(change)
         present = self._columns()
+        were = {column.attnum: column for column in before.table.columns}
         for column in change.retyped:
+            if self._rows_stay and (_is_text(column) or _is_text(were[column.attnum])):
+                raise RowsNeeded(f"only the source can convert {column.name} to {column.type}")
             if column.name in present:
                 self._retype(column)
             else:
@@ -329,10 +333,15 @@ class ColumnType:
         return self.bare if self.collation is None else f"{self.bare} COLLATE {self.collation}"
 
 
+def _is_text(column: Column) -> bool:
+    """Whether a column is text in every target."""
+    return column.builtin and column.type.removesuffix("[]") in _TEXT_ONLY
+
+
 def column_type(connection: Connection, column: Column) -> ColumnType:
     """The source's type of a column; text where the target does not know the type, or could not take its values."""
     if column.builtin:
-        known = column.type.removesuffix("[]") not in _TEXT_ONLY
+        known = not _is_text(column)
     else:
         known = scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
     if not known:

@@ -43,8 +43,8 @@ def refusals(target: Target, columns: Mapping[str, str] | None = None) -> Iterat
         raise ValueRefused(
             f"{where}the target table {target.schema}.{target.name} cannot hold a value of {target.table.label}:"
             f" {e.diag.message_primary}",
-            "Nothing of the unit was applied. Make the target take the value (ALTER TYPE … ADD VALUE for an enum, ALTER"
-            " TABLE … ALTER COLUMN … TYPE text for any type), then start again.",
+            "Nothing of the unit was applied. Make the target take the value (ALTER TYPE … ADD VALUE for an enum, also"
+            " where a label has been renamed; ALTER TABLE … ALTER COLUMN … TYPE text for any type), then start again.",
         ) from e
 
 
