@@ -153,7 +153,7 @@ def _unknown(rule: TableRule, pattern: _Pattern, relations: Sequence[Relation]) 
 def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: TableRule, mode: Mode) -> Table:
     leaves = catalog.leaves.get(relation.oid, ())
     for part in (relation, *leaves):
-        _refuse_kind(part)
+        _refuse_kind(part, relation.label)
     identity, key = _identity(catalog, relation)
     table = Table(
         oid=relation.oid,
@@ -163,7 +163,10 @@ def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: T
         key=key,
         replica_identity=identity,
         where=rule.where,
-        leaves=tuple(Leaf(leaf.oid, leaf.schema, leaf.name, leaf.filenode) for leaf in leaves),
+        leaves=tuple(
+            Leaf(leaf.oid, leaf.schema, leaf.name, leaf.filenode, leaf.toast, catalog.places[leaf.oid])
+            for leaf in leaves
+        ),
         kind=relation.kind,
         column_list=rule.columns is not None,
         attnums=relation.attnums,
@@ -176,7 +179,7 @@ def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: T
     return table
 
 
-def _refuse_kind(relation: Relation) -> None:
+def _refuse_kind(relation: Relation, label: str) -> None:
     remove = "Remove it from source.tables, or name the tables that its rows come from."
     if relation.kind in _NOT_TABLES:
         raise UncapturableTable(f"{relation.label} is a {_NOT_TABLES[relation.kind]}", remove)
@@ -185,7 +188,8 @@ def _refuse_kind(relation: Relation) -> None:
     if relation.persistence == "u":
         raise UncapturableTable(
             f"{relation.label} is unlogged: changes to it are not in the write-ahead log",
-            f"Run: ALTER TABLE {relation.quoted} SET LOGGED;",
+            f"Run: ALTER TABLE {relation.quoted} SET LOGGED; and, if {label} has been copied already,"
+            f" `airflow-cdc resnapshot --table '{label}'`.",
         )
 
 

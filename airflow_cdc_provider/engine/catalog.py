@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.connection import rows
 
 _RELATIONS = """
 SELECT c.oid::int8, n.nspname, c.relname, c.relkind, c.relpersistence, c.relispartition, c.relreplident,
-       c.relnatts, c.relfilenode::int8
+       c.relnatts, c.relfilenode::int8, c.reltoastrelid::int8
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f')
 ORDER BY n.nspname, c.relname
@@ -30,6 +30,22 @@ SELECT t.root, p.relid::pg_catalog.oid::int8
 FROM pg_catalog.unnest(%s::int8[]) AS t (root)
 CROSS JOIN LATERAL pg_catalog.pg_partition_tree(t.root::pg_catalog.oid::pg_catalog.regclass) AS p
 WHERE p.isleaf ORDER BY 1, 2
+"""
+# Only ATTACH, DETACH and SET SCHEMA write these entries, and no VACUUM changes the transaction that has written them.
+_PLACES = """
+WITH RECURSIVE line AS (
+    SELECT l.leaf, l.leaf::pg_catalog.oid AS oid, 0 AS depth FROM pg_catalog.unnest(%s::int8[]) AS l (leaf)
+    UNION ALL
+    SELECT line.leaf, i.inhparent, depth + 1 FROM line JOIN pg_catalog.pg_inherits i ON i.inhrelid = line.oid
+    JOIN pg_catalog.pg_class p ON p.oid = i.inhparent AND p.relkind = 'p'
+)
+SELECT line.leaf, pg_catalog.string_agg(pg_catalog.concat_ws('/', d.xmin, i.xmin), ' ' ORDER BY depth)
+FROM line
+LEFT JOIN pg_catalog.pg_depend d ON d.classid = 'pg_catalog.pg_class'::pg_catalog.regclass AND d.objid = line.oid
+  AND d.objsubid = 0 AND d.refclassid = 'pg_catalog.pg_namespace'::pg_catalog.regclass
+LEFT JOIN pg_catalog.pg_inherits i ON i.inhrelid = line.oid
+  AND i.inhparent IN (SELECT p.oid FROM pg_catalog.pg_class p WHERE p.relkind = 'p')
+GROUP BY line.leaf
 """
 _ANCESTORS = """
 SELECT t.oid, p.relid::pg_catalog.oid::int8
@@ -176,12 +192,20 @@ class Leaf:
     """A table that stores rows: the captured table itself, or a leaf of its partition tree.
 
     :param filenode: the file that its rows are in; another one means that it was rewritten or truncated.
+    :param toast: oid of its TOAST table, 0 without one. SET LOGGED makes another one; VACUUM FULL, CLUSTER and TRUNCATE
+        do not. ``None`` in records that were written before it was looked at.
+    :param place: the transactions that brought it, and its ancestors, into their schemas and under their parents; empty
+        in records that were written before they were looked at.
+    :param streamed: all that was done to it before it came into this file has been published, see :mod:`.drift`.
     """
 
     oid: int
     schema: str
     name: str
     filenode: int = field(default=0, compare=False)
+    toast: int | None = field(default=None, compare=False)
+    place: str = field(default="", compare=False)
+    streamed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -259,6 +283,7 @@ class Relation:
     :param persistence: as ``pg_class.relpersistence``.
     :param identity: its replica identity, as ``pg_class.relreplident``.
     :param attnums: the highest number that a column of it has had.
+    :param filenode, toast: see :class:`Leaf`.
     """
 
     oid: int
@@ -270,6 +295,7 @@ class Relation:
     identity: str
     attnums: int
     filenode: int
+    toast: int
 
     @property
     def label(self) -> str:
@@ -317,6 +343,7 @@ class Catalog:
     :param version: the server's, as a number.
     :param relations: all of the source, by oid.
     :param leaves: by the oid of a named relation.
+    :param places: by the oid of a leaf, see :class:`Leaf`.
     :param columns: by the oid of a named relation, each with whether it is generated.
     :param primary: by oid of a relation or leaf, its primary key.
     :param identity_index: by oid of a relation or leaf, its REPLICA IDENTITY USING INDEX.
@@ -325,6 +352,7 @@ class Catalog:
     version: int
     relations: Mapping[int, Relation]
     leaves: Mapping[int, tuple[Relation, ...]]
+    places: Mapping[int, str]
     columns: Mapping[int, tuple[tuple[Column, bool], ...]]
     primary: Mapping[int, Key]
     identity_index: Mapping[int, Key]
@@ -345,6 +373,7 @@ class Catalog:
         parameters = [roots, [root for root, _ in stored], [leaf for _, leaf in stored], roots]
         for oid, *values, generated in rows(connection, _COLUMNS, parameters):
             columns[oid] += ((Column.from_dict(dict(zip(names, values, strict=True))), generated),)
+        places: dict[int, str] = dict(rows(connection, _PLACES, [list({leaf for _, leaf in stored})]))
         primary: dict[int, Key] = {}
         identity_index: dict[int, Key] = {}
         for oid, is_primary, is_identity, constraint, names in rows(connection, _KEYS, [oids]):
@@ -353,7 +382,7 @@ class Catalog:
                 primary[oid] = key
             if is_identity:
                 identity_index[oid] = key
-        return cls(connection.info.server_version, by_oid, leaves, columns, primary, identity_index)
+        return cls(connection.info.server_version, by_oid, leaves, places, columns, primary, identity_index)
 
     def key(self, relation: Relation, identity: str) -> Key:
         """What identifies a row of ``relation`` under ``identity``."""

@@ -6,15 +6,16 @@ catalog is looked at when a stream starts and, if it has been touched, at every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from airflow_cdc_provider.engine.capture import Found, find
 from airflow_cdc_provider.engine.catalog import TYPES, Leaf, Table, ancestors
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import Connection, scalar
+from airflow_cdc_provider.engine.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
 from airflow_cdc_provider.engine.evolution import Unchanged, decide
-from airflow_cdc_provider.engine.publication import entry_key, published_entries, published_oids
+from airflow_cdc_provider.engine.publication import entry_key, named_oids, published_entries, published_oids
 from airflow_cdc_provider.engine.run import existing_record
 from airflow_cdc_provider.engine.sinks.base import Target
 
@@ -47,6 +48,12 @@ WITH RECURSIVE {TYPES}, types AS (
 )
 SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::pg_catalog.text)) FROM entries e
 """
+# A transaction that rewrites the table after its TRUNCATE, or does something else before it, has more than one command.
+_TRUNCATED = """
+SELECT c.oid::int8
+FROM ROWS FROM (pg_catalog.unnest(%s::int8[]), pg_catalog.unnest(%s::int8[])) AS t (leaf, xid)
+JOIN pg_catalog.pg_class c ON c.oid = t.leaf::pg_catalog.oid AND c.xmin::text = t.xid::text AND c.cmin::text = '0'
+"""
 
 
 def catalog_state(connection: Connection, publication: str, targets: Sequence[Target]) -> str:
@@ -56,27 +63,40 @@ def catalog_state(connection: Connection, publication: str, targets: Sequence[Ta
     return f"{scalar(connection, _STATE, [roots, roots, roots, roots])} {sorted(entries.items())}"
 
 
-def look(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:
-    """Read from the catalog what captured tables are now, or why they cannot be followed; by label."""
+def look(
+    connection: Connection, pipeline: Pipeline, targets: Sequence[Target], truncates: Mapping[int, int] | None = None
+) -> dict[str, Table | CdcError]:
+    """Read from the catalog what captured tables are now, or why they cannot be followed; by label.
+
+    :param truncates: the transactions by which leaves were last truncated, as far as the log has told.
+    """
     found = find(connection, pipeline.source.tables, pipeline.sink.mode)
     # The record is read first: what is published anew meanwhile then shows as a difference, and is looked at again.
     record = existing_record(pipeline)
     published = published_oids(connection, pipeline.source.publication)
     entries = published_entries(connection, pipeline.source.publication, [target.table for target in targets])
     altered = frozenset(key for key, entry in entries.items() if entry != record.identity.get(key))
+    named = named_oids(connection, pipeline.source.publication)
     above = ancestors(connection, [target.table.oid for target in targets])
     captured = {target.table.oid: target.table.label for target in record.targets}
     roots = {oid: [captured[root] for root in among if root in captured] for oid, among in above.items()}
-    return {
-        target.table.label: _attached(found, roots[target.table.oid], target.table)
-        or _now(found, published, altered, target.table, pipeline)
-        for target in targets
-    }
+    # Last: what a TRUNCATE left has been so since, also when the tables were read.
+    parameters = [list(truncates or ()), list((truncates or {}).values())]
+    truncated = frozenset(oid for (oid,) in rows(connection, _TRUNCATED, parameters))
+    now: dict[str, Table | CdcError] = {}
+    for target in targets:
+        attached = _attached(found, roots[target.table.oid], target.table)
+        after = attached or _now(found, published, altered, target.table, pipeline)
+        accounted = after if isinstance(after, CdcError) else _accounted(target.table, after, named, truncated)
+        now[target.table.label] = accounted
+    return now
 
 
-def drifted(connection: Connection, pipeline: Pipeline, targets: Sequence[Target]) -> dict[str, Table | CdcError]:
+def drifted(
+    connection: Connection, pipeline: Pipeline, targets: Sequence[Target], truncates: Mapping[int, int] | None = None
+) -> dict[str, Table | CdcError]:
     """As :func:`look`, of the tables that are not as recorded."""
-    now = look(connection, pipeline, targets)
+    now = look(connection, pipeline, targets, truncates)
     recorded = {target.table.label: target.table for target in targets}
     return {label: after for label, after in now.items() if decide(recorded[label], after) != Unchanged()}
 
@@ -132,6 +152,24 @@ def _now(
             again,
         )
     return now
+
+
+def _accounted(before: Table, now: Table, named: frozenset[int], truncated: frozenset[int]) -> Table:
+    """Say of leaves in a new place, or a new file, that all of their changes have been streamed, where that is known.
+
+    What the publication has by name stays in it wherever it goes, and Postgres does not let it be UNLOGGED; and nothing
+    is left of what was done before a TRUNCATE that has been streamed.
+    """
+    recorded = {leaf.oid: leaf for leaf in before.leaves}
+
+    def accounted(leaf: Leaf) -> Leaf:
+        was = recorded.get(leaf.oid)
+        if was is None:
+            return leaf
+        streamed = was.streamed if leaf.filenode == was.filenode else leaf.oid in named | truncated
+        return replace(leaf, streamed=streamed, place=was.place if leaf.oid in named else leaf.place)
+
+    return replace(now, leaves=tuple(map(accounted, now.leaves)))
 
 
 def _names(leaves: Sequence[Leaf]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from airflow_cdc_provider.engine.catalog import Column, Table
+from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.merge import seen_by
 from airflow_cdc_provider.engine.pgoutput import Changes, Relation
@@ -110,6 +110,20 @@ def has_silent_identity(table: Table) -> bool:
     return has_silent_key(table) or any(column.parts for column in table.key_columns)
 
 
+def has_been_away(before: Leaf, after: Leaf) -> bool:
+    """Whether rows of a leaf may have been changed while the log did not tell of it.
+
+    So it is while it is detached, or in another schema, and published by way of its ancestors or its schema alone; or
+    while it is UNLOGGED. What Postgres does to it when that ends, no other change does; but for a leaf without a TOAST
+    table, of which a rewrite for any reason looks the same.
+    """
+    if before.place not in ("", after.place):
+        return True
+    if before.filenode == after.filenode or before.toast is None or after.streamed:
+        return False
+    return before.toast == 0 or before.toast != after.toast
+
+
 @dataclass(frozen=True)
 class Unchanged:
     """The definition is the recorded one."""
@@ -174,14 +188,16 @@ def decide(before: Table, after: Table | CdcError, relation: Relation | None = N
 
     if relation is None and before.to_dict() == after.to_dict():
         return Unchanged()
-    files = {leaf.oid: leaf.filenode for leaf in before.leaves}
-    if files.keys() != {leaf.oid for leaf in after.leaves}:
+    leaves = {leaf.oid: leaf for leaf in before.leaves}
+    if leaves.keys() != {leaf.oid for leaf in after.leaves}:
         return Adopt("its partitions are others")
+    if any(has_been_away(leaves[leaf.oid], leaf) for leaf in after.leaves):
+        return Adopt("changes of it may not have been published, or logged, for a while")
     if has_other_keys(before, after):
         return Adopt("its rows may have had other keys for a while")
     if reads_otherwise(before.columns, after.columns):
         return Adopt("what its types are made of has changed")
-    rewritten = any(files[leaf.oid] != leaf.filenode for leaf in after.leaves)
+    rewritten = any(leaves[leaf.oid].filenode != leaf.filenode for leaf in after.leaves)
     if relation is None and not change.changes_columns:
         stamps = {column.attnum: column.xmin for column in before.columns}
         if rewritten and any(stamps.get(column.attnum) != column.xmin for column in after.columns):

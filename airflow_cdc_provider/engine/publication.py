@@ -52,6 +52,15 @@ def published_oids(connection: Connection, publication: str) -> frozenset[int]:
     return frozenset(oid for (oid,) in rows(connection, query, [publication])) if exists else frozenset()
 
 
+def named_oids(connection: Connection, publication: str) -> frozenset[int]:
+    """The oids of the relations that a publication has by name."""
+    query = (
+        "SELECT r.prrelid::bigint FROM pg_catalog.pg_publication_rel r"
+        " JOIN pg_catalog.pg_publication p ON p.oid = r.prpubid AND p.pubname = %s"
+    )
+    return frozenset(oid for (oid,) in rows(connection, query, [publication]))
+
+
 def entry_key(leaf: Leaf) -> str:
     """The name under which the record's ``identity`` has the entries that publish a leaf."""
     return f"published:{leaf.oid}"

@@ -135,6 +135,7 @@ class Stage:
             staged,
             net.split_truncates,
             self.high,
+            {c.relation.oid: int(c.xid[c.op == ord("t")][-1]) for c in decoded if (c.op == ord("t")).any()},
         )
 
 

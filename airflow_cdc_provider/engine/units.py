@@ -121,6 +121,7 @@ class Units:
         self._catalog = ""
         self._found: Mapping[str, Table | CdcError] = {}
         self._drift: _Drift | None = None
+        self._truncates: dict[int, int] = {}
         self._looking = threading.Lock()  # also beside the batches, by the thread that watches them
 
     def done(self, target: int | None) -> bool:
@@ -136,7 +137,7 @@ class Units:
         with self._looking:
             state = catalog_state(source, self._run.pipeline.source.publication, self.record.targets)
             if state != self._catalog:
-                self._found = drifted(source, self._run.pipeline, self.record.targets)
+                self._found = drifted(source, self._run.pipeline, self.record.targets, self._truncates)
                 self._drift = _Drift(self._found, emit_marker(source, "definition")) if self._found else None
                 self._catalog = state
             return self._found
@@ -236,7 +237,10 @@ class Units:
         for message in messages:
             if isinstance(message, CdcError):
                 raise message
-        return sorted(messages, key=lambda m: m.index)
+        staged = sorted(messages, key=lambda m: m.index)
+        for piece in staged:
+            self._truncates = {**self._truncates, **piece.truncates}
+        return staged
 
     # -- changes of schema -------------------------------------------------------------------------
 
@@ -296,7 +300,7 @@ class Units:
             if self._refused(drift.tables) is None:
                 for label in drift.tables:
                     self._barriers.look(source, label)  # before all that it would cost to get there
-            now = drifted(source, self._run.pipeline, self.record.targets)
+            now = drifted(source, self._run.pipeline, self.record.targets, self._truncates)
             if not all(drift.told(label, after) for label, after in now.items()):
                 self._drift = _Drift(now, emit_marker(source, "definition"))
                 return

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -135,6 +135,7 @@ class StagedPiece:
     :param xids: the piece's transactions, distinct, as little-endian uint32.
     :param split_truncates: see :class:`.effects.PieceEffects`.
     :param high: the highest H of all reads that were filtered by.
+    :param truncates: by oid of a leaf, the last transaction that truncated it.
     """
 
     start: str
@@ -145,6 +146,7 @@ class StagedPiece:
     tables: tuple[Staged, ...]
     split_truncates: frozenset[str]
     high: int
+    truncates: Mapping[int, int] = field(default_factory=dict)
 
 
 class MissingValues(Exception):
