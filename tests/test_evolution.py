@@ -18,6 +18,7 @@ from airflow_cdc_provider.engine.evolution import (
     decide,
     first_misfit,
     fits,
+    has_been_away,
     has_other_keys,
     has_silent_identity,
     has_silent_key,
@@ -117,6 +118,27 @@ def test_a_column_whose_past_values_differ_between_leaves() -> None:
     after = table("1id:int 2a:int 3b:varchar(5) 4c:int")
     *kept, added = after.columns
     assert isinstance(decide(BEFORE, replace(after, columns=(*kept, replace(added, uniform=False)))), Adopt)
+
+
+LEAF = Leaf(7, "public", "t", 1, 90, "5 6/7")
+AWAY: list[tuple[str, Leaf, Leaf, bool]] = [
+    ("nothing", LEAF, LEAF, False),
+    ("vacuumed", LEAF, replace(LEAF, filenode=2), False),
+    ("rewritten", LEAF, replace(LEAF, filenode=2, toast=91), True),
+    ("rewritten, and all of it streamed", LEAF, replace(LEAF, filenode=2, toast=91, streamed=True), False),
+    ("no TOAST table", replace(LEAF, toast=0), replace(LEAF, toast=0, filenode=2), True),
+    ("a first TOAST table", replace(LEAF, toast=0), LEAF, False),
+    ("moved", LEAF, replace(LEAF, place="8 6/7"), True),
+    ("attached again", LEAF, replace(LEAF, place="5 6/8"), True),
+    ("an old record", Leaf(7, "public", "t", 1), replace(LEAF, filenode=2), False),
+]
+
+
+@pytest.mark.parametrize(("case", "before", "after", "away"), AWAY, ids=[case for case, *_ in AWAY])
+def test_a_leaf_whose_changes_may_be_missing(case: str, before: Leaf, after: Leaf, away: bool) -> None:
+    assert has_been_away(before, after) is away
+    found = decide(replace(BEFORE, leaves=(before,)), replace(BEFORE, leaves=(after,)))
+    assert isinstance(found, Adopt if away else (Unchanged if before is after else Follow))
 
 
 def test_what_makes_one_definition_the_other() -> None:
