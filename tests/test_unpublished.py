@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 TABLE = "CREATE TABLE shop.{t} (id int PRIMARY KEY, n int, body text)"
 SHORT = "CREATE TABLE shop.{t} (id int PRIMARY KEY, n int)"  # has no TOAST table
+KEYLESS = "CREATE TABLE shop.{t} (id int, n int); ALTER TABLE shop.{t} REPLICA IDENTITY FULL"
 TREE = """
 CREATE TABLE shop.{t} (id int PRIMARY KEY, n int, body text) PARTITION BY RANGE (id);
 CREATE TABLE parts.{t}_1 PARTITION OF shop.{t} FOR VALUES FROM (0) TO (11);
@@ -31,7 +32,10 @@ MEANWHILE = (
     "DELETE FROM {t} WHERE id = 3",
     "INSERT INTO {t} (id, n) VALUES (0, 0)",
 )
-DATA = ("UPDATE {t} SET n = n + 100 WHERE id > 5", "INSERT INTO {t} (id, n) SELECT coalesce(max(id), 0) + 1, 7 FROM {t}")
+DATA = (
+    "UPDATE {t} SET n = n + 100 WHERE id > 5",
+    "INSERT INTO {t} (id, n) SELECT coalesce(max(id), 0) + 1, 7 FROM {t}",
+)
 
 
 def gap(table: str, leave: str, come_back: str, elsewhere: str | None = None) -> list[str]:
@@ -60,6 +64,7 @@ TREES_READ_AGAIN: Mapping[str, tuple[str, list[str]]] = {
 READ_AGAIN = TREES_READ_AGAIN | {
     "unlogged": (TABLE, unlogged("shop.{t}")),
     "unlogged_short": (SHORT, unlogged("shop.{t}")),
+    "unlogged_keyless": (KEYLESS, unlogged("shop.{t}")),
     "unlogged_then_column": (TABLE, [*unlogged("shop.{t}"), "ALTER TABLE shop.{t} ADD more int DEFAULT 1"]),
     "loaded_unlogged": (SHORT, [TRUNCATED, LOAD, *unlogged("shop.{t}")]),
     "loaded_in_one": (SHORT, ["BEGIN; " + "; ".join([TRUNCATED, *unlogged("shop.{t}"), LOAD]) + "; COMMIT"]),

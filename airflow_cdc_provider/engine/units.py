@@ -136,6 +136,7 @@ class Units:
         """
         with self._looking:
             state = catalog_state(source, self._run.pipeline.source.publication, self.record.targets)
+            state += f" {self._truncates}"  # what they explain
             if state != self._catalog:
                 self._found = drifted(source, self._run.pipeline, self.record.targets, self._truncates)
                 self._drift = _Drift(self._found, emit_marker(source, "definition")) if self._found else None
