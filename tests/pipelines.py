@@ -442,7 +442,7 @@ def follow_log(
     try:
         with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
             job._gate(source)
-            job._units.look(source)
+            job._look(source)
         _follow(run, job, reader, until)
     finally:
         reader.stop()

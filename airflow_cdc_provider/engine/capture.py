@@ -24,6 +24,7 @@ from psycopg2.extensions import connection as Connection
 from airflow_cdc_provider.engine.catalog import Catalog, Column, Leaf, Relation, Table, one_snapshot, read_relations
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import condition, rows
+from airflow_cdc_provider.engine.drivers import is_outage
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, UncapturableTable, UnknownTable
 from airflow_cdc_provider.engine.evolution import has_silent_key
 
@@ -275,12 +276,16 @@ def _check_where(connection: Connection, table: Table, where: str) -> None:
     try:
         rows(connection, sql.SQL("EXPLAIN SELECT FROM ONLY {}").format(relation) + tail)
     except psycopg2.Error as e:
+        if is_outage(e):
+            raise
         raise ConfigError(f"{rule} is not valid: {str(e).splitlines()[0]}", "Write a condition on its columns.") from e
     try:
         if table.replica_identity != "f":
             source = sql.SQL("EXPLAIN SELECT FROM (SELECT {} FROM ONLY {}) AS {}").format(key, relation, name)
             rows(connection, source + tail)
     except psycopg2.Error as e:
+        if is_outage(e):
+            raise
         raise ConfigError(
             f"{rule} uses columns outside its key ({', '.join(table.key)}): once published, updates would fail",
             "Use key columns only, or give the table REPLICA IDENTITY FULL.",

@@ -25,11 +25,19 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f')
 ORDER BY n.nspname, c.relname
 """
-_LEAVES = """
-SELECT t.root, p.relid::pg_catalog.oid::int8
-FROM pg_catalog.unnest(%s::int8[]) AS t (root)
-CROSS JOIN LATERAL pg_catalog.pg_partition_tree(t.root::pg_catalog.oid::pg_catalog.regclass) AS p
-WHERE p.isleaf ORDER BY 1, 2
+# A walk of our own: what Postgres has for it waits for a lock on every partition, and is not of the query's snapshot.
+TREE = """tree AS (
+    SELECT t.root, t.root::pg_catalog.oid AS oid FROM pg_catalog.unnest(%s::int8[]) AS t (root)
+    UNION ALL
+    SELECT tree.root, i.inhrelid FROM tree
+    JOIN pg_catalog.pg_class c ON c.oid = tree.oid AND c.relkind = 'p'
+    JOIN pg_catalog.pg_inherits i ON i.inhparent = tree.oid AND NOT i.inhdetachpending
+)"""
+"""For ``WITH RECURSIVE``: some relations, and the partitions below each ``root``."""
+_LEAVES = f"""
+WITH RECURSIVE {TREE}
+SELECT tree.root, c.oid::int8 FROM tree JOIN pg_catalog.pg_class c ON c.oid = tree.oid
+WHERE c.relkind <> 'p' ORDER BY 1, 2
 """
 # Only ATTACH, DETACH and SET SCHEMA write these entries, and no VACUUM changes the transaction that has written them.
 _PLACES = """
@@ -363,8 +371,7 @@ class Catalog:
         by_oid = {relation.oid: relation for relation in relations}
         leaves: dict[int, tuple[Relation, ...]] = {r.oid: (r,) if r.kind == "r" else () for r in named}
         for root, leaf in rows(connection, _LEAVES, [[r.oid for r in named if r.kind == "p"]]):
-            if leaf in by_oid:  # the tree is not that of the snapshot: a new leaf is seen by the next look
-                leaves[root] += (by_oid[leaf],)
+            leaves[root] += (by_oid[leaf],)
         oids = list(leaves) + [leaf.oid for group in leaves.values() for leaf in group]
         columns: dict[int, tuple[tuple[Column, bool], ...]] = defaultdict(tuple)
         names = [field.name for field in dataclasses.fields(Column)]

@@ -19,6 +19,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.condition import find_trouble
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.liveness import watch
+from airflow_cdc_provider.engine.locks import LOCK_SECONDS, naming_holders
 
 Connection: TypeAlias = psycopg2.extensions.connection
 
@@ -107,12 +108,13 @@ def connect(
     autocommit: bool = True,
     settings: Mapping[str, str] | None = None,
 ) -> Connection:
-    """Open a connection with the session settings of this engine.
+    """Open a connection with the session settings of this engine, which waits for a lock no longer than a while.
 
     :raises ConnectionFailed: when the server cannot be reached or refuses the login.
     """
     try:
-        connection = psycopg2.connect(session_dsn(dsn, application, settings))
+        limits = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
+        connection = psycopg2.connect(session_dsn(dsn, application, limits | dict(settings or {})))
         watch(connection, dsn)
         connection.autocommit = True
         if connection.server_version >= 170000:
@@ -181,10 +183,14 @@ def quoted(name: str) -> str:
 def connected(
     dsn: str, application: str = "airflow-cdc", *, settings: Mapping[str, str] | None = None
 ) -> Iterator[Connection]:
-    """An autocommitting connection that is closed at the end of the block."""
+    """An autocommitting connection that is closed at the end of the block.
+
+    :raises TableLocked: when it has waited for a lock for too long.
+    """
     connection = connect(dsn, application, settings=settings)
     try:
-        yield connection
+        with naming_holders():
+            yield connection
     finally:
         connection.close()
 

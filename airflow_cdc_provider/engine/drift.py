@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from airflow_cdc_provider.engine.capture import Found, find
-from airflow_cdc_provider.engine.catalog import TYPES, Leaf, Table, ancestors
+from airflow_cdc_provider.engine.catalog import TREE, TYPES, Leaf, Table, ancestors
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
@@ -24,12 +24,7 @@ _STATE = f"""
 WITH RECURSIVE {TYPES}, types AS (
     SELECT t.tableoid, t.oid, t.xmin, t.typnamespace, t.typrelid FROM pg_catalog.pg_type t
     WHERE t.oid IN (SELECT part FROM made)
-), tree AS (
-    SELECT t.root, p.relid::pg_catalog.oid AS oid
-    FROM pg_catalog.unnest(%s::int8[]) AS t (root)
-    CROSS JOIN LATERAL pg_catalog.pg_partition_tree(t.root::pg_catalog.oid::pg_catalog.regclass) AS p
-    UNION SELECT t.root, t.root::pg_catalog.oid FROM pg_catalog.unnest(%s::int8[]) AS t (root)
-), entries AS (
+), {TREE}, entries AS (
     SELECT c.tableoid, c.oid, 0 AS part, c.xmin FROM pg_catalog.pg_class c JOIN tree USING (oid)
     UNION ALL
     SELECT a.tableoid, a.attrelid, a.attnum, a.xmin FROM pg_catalog.pg_attribute a
@@ -60,7 +55,7 @@ def catalog_state(connection: Connection, publication: str, targets: Sequence[Ta
     """A mark of the catalog's entries for captured tables: as long as it stays, so do the definitions."""
     roots = [target.table.oid for target in targets]
     entries = published_entries(connection, publication, [target.table for target in targets])
-    return f"{scalar(connection, _STATE, [roots, roots, roots, roots])} {sorted(entries.items())}"
+    return f"{scalar(connection, _STATE, [roots, roots, roots])} {sorted(entries.items())}"
 
 
 def look(

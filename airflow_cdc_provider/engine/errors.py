@@ -106,6 +106,10 @@ class OlderTransactions(Blocked):
     """A table cannot be read again before transactions of the source have ended; they are named."""
 
 
+class TableLocked(Blocked):
+    """A table is locked by others, who are named, so that it can be neither described nor read."""
+
+
 class StreamFailed(CdcError):
     """The replication stream or a Spark job broke; going on from the last commit is safe."""
 

@@ -38,6 +38,7 @@ from airflow_cdc_provider.engine.errors import (
     SinkIsSource,
     StateUnwritable,
 )
+from airflow_cdc_provider.engine.locks import naming_holders
 from airflow_cdc_provider.engine.privileges import (
     RECORDS_SCHEMA,
     SINK_FUNCTIONS,
@@ -92,7 +93,8 @@ class _Checks:
     def run(self, check: str, function: Callable[[], T], describe: Callable[[T], str] = str) -> T | None:
         """Run one check; ``describe`` puts its result into a sentence. ``None`` when it failed."""
         try:
-            result = function()
+            with naming_holders():
+                result = function()
         except _Warning as e:
             self.findings.append(Finding(check, True, str(e), warning=True))
         except CdcError as e:

@@ -32,7 +32,7 @@ SOURCE_FUNCTIONS = (
     "pg_drop_replication_slot",
     "pg_get_replication_slots",
     "pg_logical_emit_message",
-    "pg_partition_tree",
+    "pg_partition_ancestors",
     "pg_terminate_backend",
     "pg_walfile_name",
 )

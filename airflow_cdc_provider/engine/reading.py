@@ -20,17 +20,24 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, Connection, describe, session_dsn
+from airflow_cdc_provider.engine.connection import (
+    NO_TRANSACTION_TIMEOUT,
+    Connection,
+    connected,
+    describe,
+    session_dsn,
+)
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, knows_not
 from airflow_cdc_provider.engine.errors import CdcError, SchemaChanged
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.liveness import Calls
+from airflow_cdc_provider.engine.locks import table_locked
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.visibility import Snapshot
 
-_LOCK_TIMEOUT = "60s"
+_PATIENCE_SECONDS = 60.0
 # What a read must find is asked under its locks, so that the definition is that of its snapshot.
 _DEFINITION = """
 SELECT (SELECT pg_catalog.json_agg(
@@ -48,7 +55,9 @@ SELECT (SELECT pg_catalog.json_agg(
         JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE (n.nspname, c.relname) IN ({leaves}))::text
 """
 
-_SETTINGS = {"row_security": "off", "synchronous_commit": "local", "lock_timeout": _LOCK_TIMEOUT}
+_LOCKED = "55P03"
+
+_SETTINGS = {"row_security": "off", "synchronous_commit": "local"}
 
 
 @dataclass(frozen=True)
@@ -102,18 +111,21 @@ def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composa
 class SnapshotReader:
     """One read: iterate :meth:`batches` to the end, then call :meth:`finish`.
 
+    :param patience: seconds to wait for each lock.
+    :raises TableLocked: when one is not to be had.
     :raises StreamFailed: when the connection breaks, or leads to another server; the read is to be done again.
     :raises SchemaChanged: when the table is not defined as it was when the read was planned.
     """
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: Read, patience: float = _PATIENCE_SECONDS) -> None:
         self._read = read
         self._call = Calls(read.dsn)
         self._connection: Any = None
         self.snapshot: Snapshot | None = None
         try:
             with _as_failure(read.dsn):
-                dsn = session_dsn(read.dsn, "airflow-cdc read", _SETTINGS)
+                settings = _SETTINGS | {"lock_timeout": f"{int(patience * 1000)}ms"}
+                dsn = session_dsn(read.dsn, "airflow-cdc read", settings)
                 self._call(self._connect, dsn)
                 with self._cursor() as cursor:
                     self._execute(cursor, NO_TRANSACTION_TIMEOUT)
@@ -194,6 +206,9 @@ class _as_failure:
         if error is not None and not isinstance(error, CdcError) and isinstance(error, DRIVER_ERRORS):
             if self._label and knows_not(error):
                 raise _changed(self._label, f": {str(error).splitlines()[0]}") from error
+            if getattr(error, "sqlstate", None) == _LOCKED:
+                with connected(self._dsn) as asked:
+                    raise table_locked(asked) from error
             raise driver_failure(error, describe(self._dsn)) from error
 
 

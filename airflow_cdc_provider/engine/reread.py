@@ -34,8 +34,10 @@ from airflow_cdc_provider.engine.errors import (
     GateClosed,
     OlderTransactions,
     SchemaChanged,
+    TableLocked,
 )
 from airflow_cdc_provider.engine.ledger import write_ledger
+from airflow_cdc_provider.engine.locks import LOCK_SECONDS, naming_holders
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
@@ -100,18 +102,19 @@ def insist(
     waiting: Callable[[str], None] = lambda what: None,
     halted: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Read again what the job cannot do without, however long older transactions stay open.
+    """Read again what the job cannot do without, however long other transactions are in the way.
 
     :param waiting: told at each look what is waited for.
     :param halted: whether to end the wait.
     :raises OlderTransactions: when the job is to end meanwhile.
+    :raises TableLocked: likewise.
     :raises Fenced: when another run has taken over meanwhile.
     """
     told = False
     while True:
         try:
             return read()
-        except OlderTransactions as e:
+        except (OlderTransactions, TableLocked) as e:
             if not told:
                 _log.warning("%s stands still: %s", run.part, e.message)
             told = True
@@ -145,7 +148,7 @@ def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: 
                 keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
             query = _keys_query(target.table, keys)
             read = plan_read(source, run.pipeline.source.dsn, target.table, query, Origin.of(record.identity))
-        reader = SnapshotReader(read)
+        reader = SnapshotReader(read, LOCK_SECONDS)
         try:
             return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish, target)
         finally:
@@ -175,7 +178,7 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
         before = next((target for target in record.targets if target.table.label == label), None)
         with connected(pipeline.source.dsn) as source:
             table = _defined(source, pipeline, label)
-            with run.sink.fenced(run.epoch):  # an overtaken run leaves the publication alone
+            with run.sink.fenced(run.epoch), naming_holders():  # an overtaken run leaves the publication alone
                 published = publish_anew(source, pipeline.source.publication, before.table if before else None, table)
             # Those of leaves that the record does not have yet, so that none it has is without. If the others have
             # changed, nothing goes on until the table has been read.
@@ -185,7 +188,7 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             origin = Origin.of(record.identity)
             read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
-        reader = SnapshotReader(read)
+        reader = SnapshotReader(read, LOCK_SECONDS)
         try:
             target = Target(table, *place)
             written = run.sink.replace(run.epoch, target, None, reader.batches(), reader.finish, before)
@@ -250,7 +253,7 @@ def read_keys_again(
     changed = []
     for label, members in keys.items():
         target = target_of(record, label)
-        reader = SnapshotReader(reads[label])
+        reader = SnapshotReader(reads[label], LOCK_SECONDS)
         try:
             run.sink.replace(run.epoch, target, members, reader.batches(), reader.finish, target)
         except SchemaChanged:

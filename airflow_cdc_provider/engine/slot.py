@@ -147,7 +147,7 @@ def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS
                 "Raise max_replication_slots and restart the source, or drop a slot that is no longer used.",
             ) from e
         (consistent,) = cursor.fetchone() or ("0/0",)
-        cursor.execute("SELECT set_config('lock_timeout', '0', false)")
+        cursor.execute("RESET lock_timeout")
     failpoint("after-slot")
     return parse_lsn(consistent)
 

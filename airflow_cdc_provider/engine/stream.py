@@ -23,8 +23,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 from airflow_cdc_provider.engine import errors
 from airflow_cdc_provider.engine.connection import Connection, connected, describe, row
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, StreamFailed, TableLocked
 from airflow_cdc_provider.engine.gate import Passage, gate
+from airflow_cdc_provider.engine.locks import naming_holders
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
@@ -45,7 +46,7 @@ class StreamProgress:
     :param applied: LSN durable in the sink.
     :param changes: row changes committed by this job.
     :param seconds: time spent in batches that held changes.
-    :param waiting: see :attr:`.Units.waiting`.
+    :param waiting: what other transactions hold up: see :attr:`.Units.waiting`, or the look at the catalog.
     """
 
     applied: int
@@ -80,6 +81,7 @@ class StreamJob:
         self._failure: CdcError | None = None
         self._passage: Passage | None = None
         self._seen: Passage | None = None
+        self._unseen: str | None = None
 
     def follow(self, target: int | None) -> StreamProgress:
         """Apply the log until everything up to ``target`` is durable, or for ever when ``None``.
@@ -94,7 +96,7 @@ class StreamJob:
         try:
             with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
                 self._gate(source)  # the address may lead to another server than it did to the gate at the start
-                self._units.look(source)
+                self._look(source)
                 while not self._run.stopping and not self._units.done(target):
                     if self._terminated(query):
                         break
@@ -102,7 +104,7 @@ class StreamJob:
                     if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
                         beat = time.monotonic()
                         self._run.budget.look(self._gate(source))
-                        self._units.look(source)
+                        self._look(source)
                         emit_marker(source, "heartbeat")
                     self._report(self._progress())
                 self._await_acknowledgement(source, query)
@@ -115,8 +117,21 @@ class StreamJob:
             raise self._units.refusal
         return self._progress()
 
+    def _look(self, source: Connection) -> None:
+        """Look at the catalog; what a locked table keeps from being seen is looked at again with the next heartbeat."""
+        try:
+            with naming_holders():
+                self._units.look(source)
+        except TableLocked as e:
+            if self._unseen is None:
+                log.warning("looking at the catalog waits: %s", e.message)
+            self._unseen = e.message
+        else:
+            self._unseen = None
+
     def _progress(self) -> StreamProgress:
-        return StreamProgress(self._units.applied, self._units.changes, self._units.seconds, self._units.waiting)
+        units = self._units
+        return StreamProgress(units.applied, units.changes, units.seconds, units.waiting or self._unseen)
 
     def _source_options(self) -> SourceOptions:
         pipeline = self._pipeline

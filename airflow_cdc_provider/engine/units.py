@@ -102,7 +102,7 @@ class Units:
     :ivar changes: row changes committed.
     :ivar seconds: time spent in units that held changes.
     :ivar refusal: why the stream cannot go on beyond what is applied, ``None`` while it can.
-    :ivar waiting: what older transactions hold up: re-reads that the stream leaves for later, or the unit at hand.
+    :ivar waiting: what other transactions hold up: re-reads that the stream leaves for later, or the unit at hand.
     :ivar halted: set from outside to end a wait.
     """
 
@@ -126,7 +126,8 @@ class Units:
 
     def done(self, target: int | None) -> bool:
         """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
-        reached = target is not None and self.applied >= target and self._drift is None
+        looked = bool(self._catalog) and self._drift is None
+        reached = target is not None and self.applied >= target and looked
         return reached or self.refusal is not None
 
     def look(self, source: Connection) -> Mapping[str, Table | CdcError]:
@@ -273,14 +274,21 @@ class Units:
             failpoint("unit-cut")
         self._since = misfit.commit_lsn
         target = target_of(self.record, misfit.label)
-        with connected(self._run.pipeline.source.dsn) as source:
-            after = look(source, self._run.pipeline, [target])[misfit.label]
+        after = self._insist(partial(self._look_at, target))
         verdict = self._decide(target, after, misfit.relation)
         if torn and not isinstance(verdict, Refuse):
             # The next try filters what the parts have been staged for in vain.
             self._insist(partial(self._adopt, misfit.label, "a transaction has changed it"), misfit.label)
             raise _torn()
         self._insist(partial(self._change, target, verdict), misfit.label)
+
+    def _look_at(self, target: Target) -> Table | CdcError:
+        with connected(self._run.pipeline.source.dsn) as source:
+            return look(source, self._run.pipeline, [target])[target.table.label]
+
+    def _look_anew(self) -> Mapping[str, Table | CdcError]:
+        with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            return self.look(source)
 
     def _settle(self) -> str | None:
         """Follow what the catalog was found to say, once everything from before has been applied.
@@ -357,7 +365,7 @@ class Units:
             raise CannotFollow(e.message, e.solution) from e
 
     def _insist(self, read: Callable[[], T], *labels: str) -> T:
-        """Read again what the unit at hand cannot do without, see :func:`.insist`.
+        """Look at, or read again, what the unit at hand cannot do without, see :func:`.insist`.
 
         :param labels: the tables that are read whole.
         """
@@ -405,8 +413,7 @@ class Units:
         watched = [target for target in targets if has_silent_identity(target.table)]
         if not watched or self._run.pipeline.sink.mode == "changelog":
             return True
-        with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-            found = self.look(source)
+        found = self._insist(self._look_anew)
         held = True
         for target in watched:
             table, after = target.table, found.get(target.table.label)

@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.connection import Connection, connect, connecte
 from airflow_cdc_provider.engine.errors import Blocked, ConnectionFailed, Fenced, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.locks import HOLDERS
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres_definition import adopt_target, prepare_target, record_target, redefine
@@ -77,17 +78,7 @@ _NAME_BYTES = 63
 T = TypeVar("T")
 
 # Who holds a lock that can stop us: of rows, or of the whole table. What only reads does not.
-_LOCK_HOLDERS = """
-SELECT DISTINCT coalesce(
-    format('session %%s of %%s (%%s, transaction open since %%s): %%s on %%s', a.pid, coalesce(a.usename, '?'),
-           coalesce(nullif(a.application_name, ''), '?'), coalesce(date_trunc('second', a.xact_start)::text, '?'),
-           l.mode, l.relation::regclass),
-    format('prepared transaction %%L: %%s on %%s', x.gid, l.mode, l.relation::regclass))
-FROM pg_locks l
-LEFT JOIN pg_stat_activity a ON a.pid = l.pid
-LEFT JOIN pg_prepared_xacts x ON l.pid IS NULL AND l.virtualtransaction = '-1/' || x.transaction::text
-WHERE l.locktype = 'relation' AND l.granted AND l.mode <> 'AccessShareLock'
-  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+_LOCK_HOLDERS = f"""{HOLDERS}
   AND l.relation IN (SELECT to_regclass(format('%%I.%%I', target_schema, target_table))
                      FROM airflow_cdc.tables WHERE pipeline = %s
                      UNION ALL SELECT 'airflow_cdc.pipelines'::regclass)
