@@ -165,8 +165,8 @@ def redefine(
 
     :param rows_stay: the rows keep their values, and get those of added columns; otherwise all are about to be
         written anew, and a mirror has none.
-    :raises RowsNeeded: when the target has an added column already, whose values are not the source's, or cannot
-        convert values as the source does.
+    :raises RowsNeeded: when the target has an added column already, whose values are not the source's, lacks one that
+        it had, as after that was renamed to make room, or cannot convert values as the source does.
     :raises CannotFollow: when the target does not let it be changed.
     """
     change = redefinition(before.table, after.table)
@@ -191,9 +191,9 @@ def _refusals(target: Target) -> Iterator[None]:
         reason = e.message if isinstance(e, MissingPrivilege) else e.diag.message_primary
         raise CannotFollow(
             f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: {reason}",
-            "Nothing from this change on has been applied. Remove what stands in the way at the target (a view or"
-            " constraint that uses the column; a column whose name is taken, or whose old values cannot be converted:"
-            " rename it), then start again.",
+            "Nothing from this change on has been applied. Remove what stands in the way at the target, then start"
+            " again: drop a view or constraint that uses the column, to make it anew afterwards; rename a column whose"
+            " name is taken, or whose old values cannot be converted.",
         ) from e
 
 
@@ -212,9 +212,13 @@ class _Change:
     def _alter(self, text: str, **parts: sql.Composable) -> None:
         rows(self._connection, sql.SQL("ALTER TABLE {table} " + text).format(table=self._table, **parts))
 
-    def _columns(self) -> set[str]:
-        query = "SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
-        return {name for (name,) in rows(self._connection, query, [self._table.as_string(self._connection)])}
+    def _columns(self) -> dict[str, str]:
+        """The target's columns and their types."""
+        query = (
+            "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute"
+            " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
+        )
+        return dict(rows(self._connection, query, [self._table.as_string(self._connection)]))
 
     def apply(self, change: Redefinition, before: Target) -> None:
         """Change the columns, then the key."""
@@ -225,20 +229,23 @@ class _Change:
                 self._alter("DROP COLUMN IF EXISTS {name}", name=sql.Identifier(name))
         self._rename(change)
         present = self._columns()
-        were = {column.attnum: column for column in before.table.columns}
-        for column in change.retyped:
-            if self._rows_stay and (_is_text(column) or _is_text(were[column.attnum])):
-                raise RowsNeeded(f"only the source can convert {column.name} to {column.type}")
-            if column.name in present:
-                self._retype(column)
-            else:
-                self._add(column)
-        for column in change.added:
+        added = {column.name for column in change.added}
+        for column in self._target.table.columns:
             if column.name not in present:
+                if column.name not in added:
+                    self._refuse_loss(column)
                 self._add(column)
-            elif self._rows_stay:
-                raise RowsNeeded(f"the target has a column {column.name} of its own")
-            else:
+            elif column.name in added:
+                if self._rows_stay:
+                    raise RowsNeeded(f"the target has a column {column.name} of its own")
+                self._retype(column)
+        former = {new: old for old, new in change.renamed}
+        types = {column.name: column for column in before.table.columns}
+        for column in change.retyped:
+            known = types[former.get(column.name, column.name)]
+            if self._rows_stay and (_is_text(column) or _is_text(known)):
+                raise RowsNeeded(f"only the source can convert {column.name} to {column.type}")
+            if column.name in present and not self._takes_all(known, present[column.name]):
                 self._retype(column)
         if change.key and self._mode == "mirror" and self._target.table.key:
             key = sql.SQL(", ").join(map(sql.Identifier, self._target.table.key))
@@ -246,9 +253,30 @@ class _Change:
         if self._mode == "changelog":
             allow_null(self._connection, self._table)
 
+    def _refuse_loss(self, column: Column) -> None:
+        """Leave no rows without values of a column that the target has had."""
+        if self._mode == "mirror" and column.name in self._target.table.key:
+            label = f"{self._target.schema}.{self._target.name}"
+            raise CannotFollow(
+                f"the target table {label} has no column {column.name}, which is of its key",
+                "If it has been renamed, give it its name back, then start again.",
+            )
+        if self._rows_stay:
+            raise RowsNeeded(f"the target has no column {column.name}")
+
+    def _takes_all(self, column: Column, kind: str) -> bool:
+        """Whether somebody has made a column text, so that it takes the values that its type refuses."""
+        ours = column_type(self._connection, column).bare
+        if self._mode == "changelog" and column.beneath is not None:  # see allow_null
+            ours = column.beneath.partition(" COLLATE ")[0]
+        return kind == "text" and ours != "text"
+
     def _rename(self, change: Redefinition) -> None:
         """By way of names of our own, since a column may take the name that another one leaves."""
         present = self._columns()
+        lost = [old for old, _ in change.renamed if old not in present]
+        if lost and self._rows_stay:
+            raise RowsNeeded(f"the target has no column {lost[0]}")
         renamed = [(old, new) for old, new in change.renamed if old in present]
         direct = not {new for _, new in renamed} & {old for old, _ in renamed}
         between = [(old, new if direct else f"airflow_cdc_{i}") for i, (old, new) in enumerate(renamed)]
