@@ -218,7 +218,6 @@ PUBLICATIONS = {
     "inheritance": "FOR TABLE public.plain",
     "all": "FOR ALL TABLES",
     "schema": "FOR TABLES IN SCHEMA public, attic",
-    "via root": "FOR TABLE public.t, public.plain WITH (publish_via_partition_root)",
     "none": "",
 }
 REST = """

@@ -46,22 +46,22 @@ def published_leaf(connection: Connection, table: Table, leaf: Leaf) -> str:
 
 
 def published_oids(connection: Connection, publication: str) -> frozenset[int]:
-    """The oids of the tables and partitions that a publication streams as themselves, and not as their root.
+    """The oids of the tables and partitions that a publication streams, if not via their roots.
 
     Postgres's own function waits for a lock on each of them.
     """
     by_schema = (
-        " UNION SELECT c.oid, p.pubviaroot FROM ours p JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid"
+        " UNION SELECT c.oid FROM ours p JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid"
         " JOIN pg_catalog.pg_class c ON c.relnamespace = s.pnnspid"
     )
     query = (
         "WITH RECURSIVE ours AS (SELECT * FROM pg_catalog.pg_publication WHERE pubname = %s), named AS ("
-        "SELECT r.prrelid AS oid, p.pubviaroot FROM ours p JOIN pg_catalog.pg_publication_rel r ON r.prpubid = p.oid"
-        " UNION SELECT c.oid, p.pubviaroot FROM ours p JOIN pg_catalog.pg_class c ON p.puballtables"
+        "SELECT r.prrelid AS oid FROM ours p JOIN pg_catalog.pg_publication_rel r ON r.prpubid = p.oid"
+        " UNION SELECT c.oid FROM ours p JOIN pg_catalog.pg_class c ON p.puballtables"
         f"{by_schema if connection.info.server_version >= 150000 else ''}), tree AS ("
-        "SELECT oid, pubviaroot FROM named UNION SELECT i.inhrelid, t.pubviaroot FROM tree t"
-        " JOIN pg_catalog.pg_inherits i ON i.inhparent = t.oid AND NOT i.inhdetachpending AND NOT t.pubviaroot"
-        " JOIN pg_catalog.pg_class c ON c.oid = i.inhrelid AND c.relispartition)"
+        "SELECT oid FROM named UNION SELECT i.inhrelid FROM tree t"
+        " JOIN pg_catalog.pg_class c ON c.oid = t.oid AND c.relkind = 'p'"
+        " JOIN pg_catalog.pg_inherits i ON i.inhparent = t.oid AND NOT i.inhdetachpending)"
         " SELECT c.oid::bigint FROM tree t JOIN pg_catalog.pg_class c USING (oid)"
         " WHERE c.relkind = 'r' AND c.relpersistence = 'p' AND c.oid >= 16384"
     )
