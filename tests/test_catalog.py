@@ -316,7 +316,7 @@ def test_values_of_rows_from_before_a_column_are_those_of_the_leaves(source: Con
 def test_ddl_between_the_queries(
     source: Connection, source_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is found is of one moment, but for new leaves, which are left to the next look."""
+    """What is found is of one moment, the leaves of a tree too."""
     rows(source, PARTITIONED + "CREATE TABLE shop.t (id int PRIMARY KEY, v int)")
     before = find(source, "shop.p", "shop.t")
     real = catalog.rows
