@@ -190,6 +190,12 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert fragment in map(anchor, _HEADING.findall(_BLOCK.sub("", read(target)))), link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_prose_is_wrapped(document: Path) -> None:
+    prose = _BLOCK.sub("", read(document)).splitlines()
+    assert [line for line in prose if len(line) > 120 and not line.lstrip().startswith("|")] == []
+
+
 def test_the_readme_shows_the_demo() -> None:
     recorded = ROOT / "docs" / "demo.txt"
     if not recorded.exists():
