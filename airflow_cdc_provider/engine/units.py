@@ -252,8 +252,7 @@ class Units:
         :raises CannotFollow: when more than a name has changed.
         """
         target = target_of(self.record, unplaced.label)
-        with connected(self._run.pipeline.source.dsn) as source:
-            verdict = self._decide(target, look(source, self._run.pipeline, [target])[unplaced.label])
+        verdict = self._decide(target, self._insist(partial(self._look_at, target)))
         if not isinstance(verdict, Refuse):
             verdict = Adopt(unplaced.why)
         self._insist(partial(self._change, target, verdict), unplaced.label)
