@@ -45,7 +45,7 @@ HELD = r"session \d+ of postgres .*AccessExclusiveLock on public\.a"
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (connection, reread):
-        monkeypatch.setattr(module, "LOCK_SECONDS", 0.2)
+        monkeypatch.setattr(module, "CONTROL_LOCK_SECONDS", 0.2)
 
 
 @pytest.fixture

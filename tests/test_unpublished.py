@@ -68,6 +68,13 @@ READ_AGAIN = TREES_READ_AGAIN | {
     "unlogged_then_column": (TABLE, [*unlogged("shop.{t}"), "ALTER TABLE shop.{t} ADD more int DEFAULT 1"]),
     "loaded_unlogged": (SHORT, [TRUNCATED, LOAD, *unlogged("shop.{t}")]),
     "loaded_in_one": (SHORT, ["BEGIN; " + "; ".join([TRUNCATED, *unlogged("shop.{t}"), LOAD]) + "; COMMIT"]),
+    "loaded_in_one_touched": (
+        SHORT,
+        [
+            "BEGIN; " + "; ".join([TRUNCATED, *unlogged("shop.{t}"), LOAD]) + "; COMMIT",
+            "BEGIN; GRANT SELECT ON shop.{t} TO PUBLIC; ROLLBACK",
+        ],
+    ),
     "moved": (TABLE, MOVED),
 }
 TREES_FOLLOWED: Mapping[str, tuple[str, list[str]]] = {

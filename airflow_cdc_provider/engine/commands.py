@@ -359,7 +359,8 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     def tell(table: str, done: int, total: int) -> None:
         report("verify", {"table": table, "done": done, "total": total})
 
-    with connected(pipeline.source.dsn) as source, connected(pipeline.sink.dsn) as target:
+    patient = {"lock_timeout": "0"}  # readers of a target wait while the stream reads its table again
+    with connected(pipeline.source.dsn) as source, connected(pipeline.sink.dsn, settings=patient) as target:
         lag, _ = _lag(source, record)
         results = function(source, target, pairs, _LiveStream(pipeline) if live else None, tell)
     return {

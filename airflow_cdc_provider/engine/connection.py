@@ -19,7 +19,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.condition import find_trouble
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.liveness import watch
-from airflow_cdc_provider.engine.locks import LOCK_SECONDS, naming_holders
+from airflow_cdc_provider.engine.locks import CONTROL_LOCK_SECONDS, naming_holders
 
 Connection: TypeAlias = psycopg2.extensions.connection
 
@@ -113,7 +113,7 @@ def connect(
     :raises ConnectionFailed: when the server cannot be reached or refuses the login.
     """
     try:
-        limits = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
+        limits = {"lock_timeout": f"{int(CONTROL_LOCK_SECONDS * 1000)}ms"}
         connection = psycopg2.connect(session_dsn(dsn, application, limits | dict(settings or {})))
         watch(connection, dsn)
         connection.autocommit = True

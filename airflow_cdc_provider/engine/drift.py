@@ -44,10 +44,12 @@ WITH RECURSIVE {TYPES}, types AS (
 SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::pg_catalog.text)) FROM entries e
 """
 # A transaction that rewrites the table after its TRUNCATE, or does something else before it, has more than one command.
+# Whoever updates the entry later, also in vain, puts its own command's number there: then xmax is set.
 _TRUNCATED = """
 SELECT c.oid::int8
 FROM ROWS FROM (pg_catalog.unnest(%s::int8[]), pg_catalog.unnest(%s::int8[])) AS t (leaf, xid)
 JOIN pg_catalog.pg_class c ON c.oid = t.leaf::pg_catalog.oid AND c.xmin::text = t.xid::text AND c.cmin::text = '0'
+  AND c.xmax::text = '0'
 """
 
 
@@ -157,14 +159,14 @@ def _accounted(before: Table, now: Table, named: frozenset[int], truncated: froz
     """
     recorded = {leaf.oid: leaf for leaf in before.leaves}
 
-    def accounted(leaf: Leaf) -> Leaf:
+    def with_account(leaf: Leaf) -> Leaf:
         was = recorded.get(leaf.oid)
         if was is None:
             return leaf
         streamed = was.streamed if leaf.filenode == was.filenode else leaf.oid in named | truncated
         return replace(leaf, streamed=streamed, place=was.place if leaf.oid in named else leaf.place)
 
-    return replace(now, leaves=tuple(map(accounted, now.leaves)))
+    return replace(now, leaves=tuple(map(with_account, now.leaves)))
 
 
 def _names(leaves: Sequence[Leaf]) -> str:

@@ -16,7 +16,8 @@ from psycopg2.extensions import cursor as Cursor
 
 from airflow_cdc_provider.engine.errors import TableLocked
 
-LOCK_SECONDS = 10.0
+CONTROL_LOCK_SECONDS = 10.0
+"""How long a control session waits for a lock."""
 
 HOLDERS = """
 SELECT DISTINCT CASE WHEN l.pid IS NULL

@@ -270,7 +270,7 @@ def _encoding(source: Connection, pipeline: Pipeline) -> str:
 
 
 def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    """Which tables a pipeline that has its slot captures already, only its record tells."""
+    """As :func:`check_publication`, before the record has been read, which tells what is captured already."""
     query = "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s"
     settled = () if rows(source, query, [pipeline.source.slot]) else tables
     return check_publication(source, pipeline, tables, settled)

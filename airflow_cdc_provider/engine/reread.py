@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.errors import (
     TableLocked,
 )
 from airflow_cdc_provider.engine.ledger import write_ledger
-from airflow_cdc_provider.engine.locks import LOCK_SECONDS, naming_holders
+from airflow_cdc_provider.engine.locks import CONTROL_LOCK_SECONDS, naming_holders
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
@@ -148,7 +148,7 @@ def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: 
                 keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
             query = _keys_query(target.table, keys)
             read = plan_read(source, run.pipeline.source.dsn, target.table, query, Origin.of(record.identity))
-        reader = SnapshotReader(read, LOCK_SECONDS)
+        reader = SnapshotReader(read, CONTROL_LOCK_SECONDS)
         try:
             return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish, target)
         finally:
@@ -172,6 +172,7 @@ def adopt(run: Run, label: str, barriers: Barriers) -> int:
 
 def _adopt(run: Run, label: str, barriers: Barriers) -> int:
     pipeline = run.pipeline
+    changed = ""
     for _ in range(_DEFINITIONS):
         record = existing_record(pipeline)
         require_epoch(record, run.epoch)
@@ -188,7 +189,7 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             origin = Origin.of(record.identity)
             read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
-        reader = SnapshotReader(read, LOCK_SECONDS)
+        reader = SnapshotReader(read, CONTROL_LOCK_SECONDS)
         try:
             target = Target(table, *place)
             written = run.sink.replace(run.epoch, target, None, reader.batches(), reader.finish, before)
@@ -197,11 +198,11 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
                 write_ledger(pipeline, run.state, existing_record(pipeline))
             return written
         except SchemaChanged as e:
-            changed = e  # between the look at the catalog and the read
+            changed = e.message  # between the look at the catalog and the read
         finally:
             reader.close()
     raise SchemaChanged(
-        f"the definition of {label} changes faster than the table can be read; {changed.message}",
+        f"the definition of {label} changes faster than the table can be read; {changed}",
         "Start again when it has settled.",
     )
 
@@ -253,7 +254,7 @@ def read_keys_again(
     changed = []
     for label, members in keys.items():
         target = target_of(record, label)
-        reader = SnapshotReader(reads[label], LOCK_SECONDS)
+        reader = SnapshotReader(reads[label], CONTROL_LOCK_SECONDS)
         try:
             run.sink.replace(run.epoch, target, members, reader.batches(), reader.finish, target)
         except SchemaChanged:

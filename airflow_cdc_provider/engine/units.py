@@ -234,7 +234,7 @@ class Units:
         if unplaced:
             self._run.sink.sweep(self._run.epoch)
             for table in unplaced.values():
-                self._place(table)
+                self._read_unplaced(table)
             return self._stage(pieces, batch, before)
         for message in messages:
             if isinstance(message, CdcError):
@@ -246,7 +246,7 @@ class Units:
 
     # -- changes of schema -------------------------------------------------------------------------
 
-    def _place(self, unplaced: Unplaced) -> None:
+    def _read_unplaced(self, unplaced: Unplaced) -> None:
         """Read a table again whose chunks cannot be told apart any more: as a whole, it has no bounds.
 
         :raises CannotFollow: when more than a name has changed.

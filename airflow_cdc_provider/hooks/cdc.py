@@ -73,7 +73,7 @@ class PostgresCdcHook(BaseHook):
         """An autocommitting connection with the session settings of the engine."""
         from airflow_cdc_provider.engine.connection import connect
 
-        return connect(self.get_uri())
+        return connect(self.get_uri(), settings={"lock_timeout": "0"})
 
     def test_connection(self) -> tuple[bool, str]:
         """Whether changes can be captured through this connection, and a sentence a check."""
