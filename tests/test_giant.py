@@ -34,9 +34,9 @@ JVM = (HEAP + 400) * MIB
 # What a process may grow by from the smaller transaction to the larger, which has at least twice as much more.
 GROWTH = {"driver": 40 * MIB, "reader": 40 * MIB + BATCH, "worker": 40 * MIB + BATCH}
 
-NARROW = 5_000_000 if FULL else 1_000_000
-WIDE = 1000 if FULL else 200
-VALUE = (900 if FULL else 200) * MIB
+NARROW = 5_000_000 if FULL else 600_000
+WIDE = 1000 if FULL else 120
+VALUE = (900 if FULL else 128) * MIB
 CASES = {"narrow rows": (NARROW, 2), "wide values": (WIDE, 32768)}
 """How many rows there are, and how often 32 bytes are repeated in each."""
 
