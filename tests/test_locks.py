@@ -211,6 +211,32 @@ def test_a_unit_that_needs_a_locked_table_stands_still(pipeline: PipelineUnderTe
     pipeline.assert_equal()
 
 
+def test_keys_that_cannot_be_placed_while_their_table_is_locked(
+    databases: Databases, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their type has another name, so the table is read again as a whole; its rule is judged by the server before."""
+    rule = {"table": "public.t", "where": "n > 0"}
+    pipeline = PipelineUnderTest(tmp_path, databases, [rule], snapshot={"chunk_rows": 3}, **HASTE)
+    pipeline.source(
+        "CREATE TYPE public.mood AS ENUM ('a', 'b', 'c', 'd', 'e', 'f', 'g')",
+        "CREATE TABLE public.t (n int, id public.mood, body text, PRIMARY KEY (n, id))",
+        "INSERT INTO public.t SELECT 1, m::public.mood, m FROM unnest('{a,b,c,d,e,f,g}'::text[]) m",
+    )
+    pipeline.provision()
+    pipeline.copy_tables(0)
+    pipeline.source("UPDATE public.t SET body = 'x' WHERE id = 'e'")
+    pipeline.copy_tables(1, 2)
+    pipeline.source("ALTER TYPE public.mood RENAME TO feeling", "UPDATE public.t SET body = 'y' WHERE id = 'f'")
+    with transaction(databases.source, "SELECT", "LOCK TABLE public.t") as others:
+        streaming = Streaming(pipeline)
+        streaming.until(lambda: "stream stands still" in caplog.text, "the unit that waits")
+        others.commit()
+    query = "SELECT body FROM public.t WHERE id::text = 'f'"
+    streaming.until(lambda: pipeline.target_rows(query) == [("y",)], "the re-read")
+    streaming.end()
+    assert streaming.attempts == 1
+
+
 PUBLICATIONS = {
     "leaves": "FOR TABLE public.a, public.b_1",
     "root": "FOR TABLE public.t",

@@ -39,7 +39,8 @@ SESSION = {
     "search_path": "pg_catalog",
     # A stricter one would let commits beside each other fail, and statements of a session see an old snapshot.
     "default_transaction_isolation": r"read\ committed",
-    # What a role or a database sets against its own forgetful clients would end long reads and commits.
+    # What a role or a database sets against its own forgetful clients would end long reads and commits. Who must not
+    # wait for a lock for ever says so, as connect() does.
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_in_transaction_session_timeout": "0",

@@ -120,7 +120,7 @@ class StreamJob:
     def _look(self, source: Connection) -> None:
         """Look at the catalog; what a locked table keeps from being seen is looked at again with the next heartbeat."""
         try:
-            with naming_holders():
+            with naming_holders():  # here, as the session that outlives this would name them only at its end
                 self._units.look(source)
         except TableLocked as e:
             if self._unseen is None:
