@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 
 # A single process leaves both cores half idle. Each has servers of its own; the tests of a file share what they start.
 PROCESSES ?= 2
-PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --durations 10
+PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10
 
 # $(call debian-install,PACKAGE): install a package of Debian, with fresh lists when the old ones do not do.
 debian-install = export DEBIAN_FRONTEND=noninteractive; \
@@ -63,8 +63,15 @@ postgres: | java
 	if $(is-debian-root); then $(call debian-install,postgresql); exit 0; fi; \
 	echo "Tests that need a full Postgres are skipped: there is none in /usr/lib/postgresql (on Debian: apt-get install postgresql)." >&2
 
+# The page is tested in a real browser; without one those tests are skipped.
+.PHONY: chromium
+chromium: | java
+	@if [ -x /usr/bin/chromium ]; then exit 0; fi; \
+	if $(is-debian-root); then $(call debian-install,chromium); exit 0; fi; \
+	echo "Tests of the page in a browser are skipped: there is no /usr/bin/chromium (on Debian: apt-get install chromium)." >&2
+
 .PHONY: test
-test: $(INSTALLED) java postgres ## run all tests (PROCESSES=n at a time, 2 by default)
+test: $(INSTALLED) java postgres chromium ## run all tests (PROCESSES=n at a time, 2 by default)
 	$(PYTEST)
 
 .PHONY: test-fast
@@ -88,6 +95,10 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 .PHONY: demo
 demo: $(INSTALLED) java ## show it at work: two Postgres servers, Spark and Airflow, all temporary
 	$(BIN)/python -m airflow_cdc_provider.demo
+
+.PHONY: up
+up: $(INSTALLED) java ## start Airflow with a shop and its pipeline to click around in, until Ctrl-C
+	$(BIN)/python -m airflow_cdc_provider.demo.up
 
 torture: SECONDS ?= 120
 torture: SEED ?= 1

@@ -2,7 +2,28 @@
 
 Importing this package imports nothing else: the engine is shipped to Spark
 executors that have no Airflow, and Airflow discovers providers at a moment
-when importing Airflow itself is not yet safe.
+when importing Airflow itself is not yet safe. What Dag files take from here is
+imported when they ask for it.
 """
 
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from airflow_cdc_provider.assets import table_asset
+    from airflow_cdc_provider.dag import CdcTaskGroup, cdc_dag
+    from airflow_cdc_provider.retry import CDC_RETRY_POLICY
+
 __version__ = "0.1.0"
+
+_HOMES = {"CDC_RETRY_POLICY": "retry", "CdcTaskGroup": "dag", "cdc_dag": "dag", "table_asset": "assets"}
+
+__all__ = ["CDC_RETRY_POLICY", "CdcTaskGroup", "cdc_dag", "table_asset"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

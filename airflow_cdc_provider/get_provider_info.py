@@ -23,25 +23,44 @@ def get_provider_info() -> dict[str, object]:
         "operators": [
             {
                 "integration-name": "Postgres CDC",
-                "python-modules": ["airflow_cdc_provider.operators.cdc"],
+                "python-modules": [
+                    "airflow_cdc_provider.operators.approval",
+                    "airflow_cdc_provider.operators.drop",
+                    "airflow_cdc_provider.operators.pipeline",
+                    "airflow_cdc_provider.operators.resnapshot",
+                    "airflow_cdc_provider.operators.slot_guard",
+                    "airflow_cdc_provider.operators.snapshot",
+                    "airflow_cdc_provider.operators.stream",
+                ],
             }
         ],
         "sensors": [
             {
                 "integration-name": "Postgres CDC",
-                "python-modules": ["airflow_cdc_provider.sensors.slot"],
+                "python-modules": ["airflow_cdc_provider.sensors.pipeline", "airflow_cdc_provider.sensors.slot"],
+            }
+        ],
+        "triggers": [
+            {
+                "integration-name": "Postgres CDC",
+                "python-modules": [
+                    "airflow_cdc_provider.triggers.job",
+                    "airflow_cdc_provider.triggers.request",
+                    "airflow_cdc_provider.triggers.slots",
+                    "airflow_cdc_provider.triggers.watcher",
+                ],
             }
         ],
         "hooks": [
             {
                 "integration-name": "Postgres CDC",
-                "python-modules": ["airflow_cdc_provider.hooks.cdc"],
+                "python-modules": ["airflow_cdc_provider.hooks.postgres_cdc"],
             }
         ],
         "connection-types": [
             {
                 "connection-type": "postgres_cdc",
-                "hook-class-name": "airflow_cdc_provider.hooks.cdc.PostgresCdcHook",
+                "hook-class-name": "airflow_cdc_provider.hooks.postgres_cdc.PostgresCdcHook",
                 "hook-name": "Postgres CDC",
                 "ui-field-behaviour": {
                     "hidden-fields": [],
@@ -51,7 +70,8 @@ def get_provider_info() -> dict[str, object]:
                         "port": "5432",
                         "schema": "shop",
                         "login": "cdc, a role with REPLICATION",
-                        "extra": '{"sslrootcert": "/etc/ssl/db.crt"}',
+                        "password": "empty if a certificate or .pgpass says who it is",
+                        "extra": '{"connect_timeout": "10", "sslcert": "/etc/ssl/cdc.crt"}',
                     },
                 },
                 "conn-fields": {
@@ -61,10 +81,66 @@ def get_provider_info() -> dict[str, object]:
                         "schema": {
                             "type": ["string", "null"],
                             "enum": ["disable", "allow", "prefer", "require", "verify-ca", "verify-full", None],
+                            "values_display": {"null": "libpq's default, prefer"},
                             "default": None,
                         },
-                    }
+                    },
+                    "sslrootcert": {
+                        "label": "SSL root certificate",
+                        "description": (
+                            "File with the certificate of the authority that signed the server's, on workers, triggerer"
+                            " and Spark's executors; for example /etc/ssl/db-authority.crt"
+                        ),
+                        "schema": {"type": ["string", "null"], "default": None},
+                    },
+                    "slot": {
+                        "label": "Replication slot to test",
+                        "description": (
+                            "Only for Test: the slot that a pipeline is to use, for example airflow_cdc_shop; whether"
+                            " it is ours, or one is free"
+                        ),
+                        "schema": {"type": ["string", "null"], "pattern": "^[a-z0-9_]{0,63}$", "default": None},
+                    },
+                    "publication": {
+                        "label": "Publication to test",
+                        "description": (
+                            "Only for Test: the publication that a pipeline is to use, for example airflow_cdc_shop;"
+                            " whether it publishes all operations, or can be created"
+                        ),
+                        "schema": {"type": ["string", "null"], "maxLength": 63, "default": None},
+                    },
                 },
             }
         ],
+        "extra-links": [
+            "airflow_cdc_provider.links.page.CdcPageLink",
+            "airflow_cdc_provider.links.spark.SparkUiLink",
+        ],
+        "config": {
+            "airflow_cdc": {
+                "description": "The page CDC in Airflow's user interface, and links to Spark's.",
+                "options": {
+                    "pipelines": {
+                        "description": (
+                            "Where the pipeline files are that the page shows: a folder, or a glob of files. "
+                            "The API server reads them."
+                        ),
+                        "version_added": "0.1.0",
+                        "type": "string",
+                        "example": "/opt/airflow/pipelines/*/cdc.yaml",
+                        "default": "{AIRFLOW_HOME}/pipelines",
+                    },
+                    "spark_history_server": {
+                        "description": (
+                            "Address of Spark's history server, to which the links of ended Spark jobs lead. "
+                            "The jobs have to write event logs for it."
+                        ),
+                        "version_added": "0.1.0",
+                        "type": "string",
+                        "example": "https://spark-history.example.com",
+                        "default": "",
+                    },
+                },
+            }
+        },
     }

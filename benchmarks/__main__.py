@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_cdc_provider.engine.errors import CdcError
-from benchmarks import snapshot, soak, stream
+from benchmarks import parsing, snapshot, soak, stream
 from benchmarks.lab import laboratory, query
 from benchmarks.report import Series, WrongResult, as_json, as_text, describe_machine
 
 SNAPSHOT = "snapshot"
 CASES = (SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
-"""What is measured by default; the soak, which takes minutes, only by name."""
+"""What is measured by default; the soak, which takes minutes, and the parsing of Dags only by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if soak.SOAK in options.cases:
         return _soak(options)
+    if parsing.PARSING in options.cases:
+        return _parsing(options)
     cases = frozenset(options.cases or CASES)
     series: list[Series] = []
     load = os.getloadavg()[0]
@@ -66,8 +68,22 @@ def _soak(options: argparse.Namespace) -> int:
     return 1 if found.faults else 0
 
 
+def _parsing(options: argparse.Namespace) -> int:
+    load = os.getloadavg()[0]
+    try:
+        found = parsing.measure(options.repeat)
+    except WrongResult as e:
+        print(f"benchmark failed: {e}", file=sys.stderr)
+        return 1
+    print(found.as_text())
+    if options.json:
+        document = {"machine": describe_machine("16", load), "repeat": options.repeat, **found.as_dict()}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
 def _case(text: str) -> str:
-    known = (*CASES, soak.SOAK)
+    known = (*CASES, soak.SOAK, parsing.PARSING)
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
     return text
@@ -83,7 +99,11 @@ def _positive(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "cases", nargs="*", metavar="case", type=_case, help=f"{', '.join(CASES)}: all by default; or {soak.SOAK}"
+        "cases",
+        nargs="*",
+        metavar="case",
+        type=_case,
+        help=f"{', '.join(CASES)}: all by default; or {soak.SOAK}; or {parsing.PARSING}",
     )
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")

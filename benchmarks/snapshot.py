@@ -68,7 +68,7 @@ def _chunks(lab: Lab, database: str, rows: int) -> float:
     with run_part(pipeline, "snapshot", None) as (run, record):
         lab.settle()
         started = time.monotonic()
-        progress = copy_chunks(lab.spark, run, record, choose_chunks(record, 0, 1), lambda progress: None)
+        progress = copy_chunks(lab.spark, run, record, choose_chunks(record), lambda progress: None)
         seconds = time.monotonic() - started
     check(rows, progress.rows, "snapshot: rows copied")
     lab.check_equal(database, database, "snapshot: rows and checksum")

@@ -137,7 +137,7 @@ def _provision(lab: Lab, name: str, database: str) -> Pipeline:
     pipeline = lab.pipeline(name, database, publication=_PUBLICATION)
     commands.provision(pipeline)
     with run_part(pipeline, "snapshot", None) as (run, record):
-        copy_chunks(lab.spark, run, record, choose_chunks(record, 0, 1), lambda progress: None)
+        copy_chunks(lab.spark, run, record, choose_chunks(record), lambda progress: None)
     return pipeline
 
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
-from airflow.sdk import DAG, Param, TriggerRule
+from airflow.sdk import DAG, TriggerRule
 
-from airflow_cdc_provider.operators.cdc import (
-    CdcPlanOperator,
-    CdcPreflightOperator,
-    CdcProvisionOperator,
-    CdcSnapshotOperator,
-    CdcStreamOperator,
-    CdcVerifyOperator,
-)
+from airflow_cdc_provider.dag import CdcTaskGroup, pipeline_param, stream_params
+from airflow_cdc_provider.operators.pipeline import CdcVerifyOperator
 from airflow_cdc_provider.sensors.slot import SlotProgressSensor
 
 PIPELINE = "{{ params.pipeline }}"
-EPOCH = "{{ ti.xcom_pull(task_ids='provision')['epoch'] }}"
 
 with DAG(
     dag_id="cdc_pipeline",
@@ -41,49 +33,10 @@ Copies the tables of a pipeline file into the sink and applies the changes made 
 
 Trigger it again to catch up: what was copied is not copied again. Needs a Spark connection `spark_default`.
 """,
-    params={
-        "pipeline": Param(
-            os.environ.get("AIRFLOW_CDC_PIPELINE", "/opt/airflow/pipelines/shop.yaml"),
-            type="string",
-            minLength=1,
-            title="Pipeline file",
-            description="Path of the pipeline file on the workers.",
-        ),
-        "until": Param(
-            "caught-up",
-            type="string",
-            pattern="^(caught-up|stopped|(lsn:)?[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8})$",
-            examples=["caught-up", "stopped"],
-            title="Stream until",
-            description="caught-up: all that was committed before the stream began is applied; stopped: until "
-            "`airflow-cdc stop`; or an LSN such as 0/16B3748.",
-        ),
-        "groups": Param(
-            2,
-            type="integer",
-            minimum=1,
-            maximum=32,
-            title="Snapshot groups",
-            description="How many Spark jobs copy chunks at the same time, at most.",
-        ),
-    },
+    params={**pipeline_param(), **stream_params()},
 ):
-    preflight = CdcPreflightOperator(task_id="preflight", pipeline=PIPELINE)
-    provision = CdcProvisionOperator(task_id="provision", pipeline=PIPELINE)
-    plan = CdcPlanOperator(task_id="plan", pipeline=PIPELINE, groups="{{ params.groups }}")
-    snapshot = CdcSnapshotOperator.partial(
-        task_id="snapshot",
-        pipeline=PIPELINE,
-        epoch=EPOCH,
-        map_index_template="group {{ task.group }}",
-    ).expand(group=plan.output)
-    # A snapshot without groups is skipped, which must not skip what follows.
-    stream = CdcStreamOperator(
-        task_id="stream",
-        pipeline=PIPELINE,
-        epoch=EPOCH,
-        until="{{ params.until }}",
-        trigger_rule=TriggerRule.NONE_FAILED,
+    cdc = CdcTaskGroup(
+        prefix_group_id=False, pipeline=PIPELINE, until="{{ params.until }}", groups="{{ params.groups }}"
     )
     slot_progress = SlotProgressSensor(
         task_id="slot_progress",
@@ -95,5 +48,5 @@ Trigger it again to catch up: what was copied is not copied again. Needs a Spark
     )
     verify = CdcVerifyOperator(task_id="verify", pipeline=PIPELINE)
 
-    preflight >> provision >> plan >> snapshot >> [stream, slot_progress]
-    stream >> verify
+    cdc.snapshot >> slot_progress
+    cdc.stream >> verify

@@ -19,6 +19,7 @@ import pytest
 from psycopg import sql
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from tests.class_archive import write_archive
 
 # The tests crash processes, never the machine, so what the page cache holds is safe.
 SESSION_SETTINGS: Mapping[str, str] = {
@@ -54,6 +55,8 @@ ServerMaker = Callable[..., PostgresServer]
 
 _numbers = itertools.count(1)
 
+_AIRFLOW_TESTS = "tests/airflow/"
+
 _airflow_home = tempfile.TemporaryDirectory(prefix="cdc-airflow-")
 
 
@@ -66,6 +69,39 @@ def pytest_configure() -> None:
 def pytest_unconfigure() -> None:
     """Remove that home."""
     _airflow_home.cleanup()
+
+
+def _process_of(nodeid: str) -> str:
+    """What runs in the same process: the tests of a file, and all of :file:`airflow`, since they share an Airflow."""
+    return _AIRFLOW_TESTS if nodeid.startswith(_AIRFLOW_TESTS) else nodeid.partition("::")[0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what may take longest, so that no process ends long after the others."""
+    longest: dict[str, float] = {}
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        group = _process_of(item.nodeid)
+        longest[group] = max(longest.get(group, 0), limit.args[0] if limit else 0)
+    items.sort(key=lambda item: -longest[_process_of(item.nodeid)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Part the tests among processes in the order above."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneAirflow(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _process_of(nodeid)
+
+    return OneAirflow(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """See to it that Spark starts soon."""
+    if item.get_closest_marker("spark"):
+        write_archive()
 
 
 @dataclass(frozen=True)

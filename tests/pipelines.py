@@ -41,16 +41,17 @@ from airflow_cdc_provider.engine.slot import emit_marker, read_slot
 from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.source import SlotStreamReader
 from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+from tests.class_archive import ARCHIVE, JVM_OPTIONS
 from tests.conftest import Databases
 
 COMMAND = Path(sys.executable).with_name("airflow-cdc")
 SECONDS = 120.0
 """How long a command or a state is waited for; far beyond what it takes, since the machine may be busy."""
 
-# Spark's start dominates these tests: a small heap, one compiler and no web server save a third of it.
+# Spark's start dominates these tests: no web server, and what the archive of classes saves.
 SPARK_CONF = {
     "spark.ui.enabled": "false",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto",
+    "spark.driver.extraJavaOptions": f"{JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}",
     "spark.sql.shuffle.partitions": "1",
 }
 
@@ -458,7 +459,7 @@ def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | Non
     def passed() -> bool:
         nonlocal start, number
         end = reader.latestOffset(start, limit)
-        run.progress = {}
+        run.progress = job._progress().as_dict()
         if until is None and run.stopping:
             return True
         if job._units.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from airflow_cdc_provider.demo.servers import await_condition
-from airflow_cdc_provider.engine import claim, commands
+from airflow_cdc_provider.engine import claim, commands, requests
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
@@ -40,14 +40,20 @@ class SparklessRun:
 
     :param failpoint: ``name:action`` that is armed in it.
     :param reread: tables to read again before the stream.
+    :param asked: tables that the stream is asked to read again.
     """
 
     def __init__(
-        self, file: Path, failpoint: str | None = None, reread: Sequence[str] = (), takeover: bool = False
+        self,
+        file: Path,
+        failpoint: str | None = None,
+        reread: Sequence[str] = (),
+        takeover: bool = False,
+        asked: Sequence[str] = (),
     ) -> None:
         self._log = file.with_name(f"run{len(list(file.parent.glob('run*')))}")
         self._log.touch()
-        arguments = (str(file), failpoint, tuple(reread), takeover, str(self._log))
+        arguments = (str(file), failpoint, tuple(reread), takeover, tuple(asked), str(self._log))
         self.process: BaseProcess = _context.Process(target=_main, args=arguments, daemon=True)
         self.process.start()
 
@@ -74,13 +80,15 @@ class SparklessRun:
         os.kill(self.process.pid, signal.SIGCONT)
 
 
-def _main(file: str, failpoint: str | None, reread: Sequence[str], takeover: bool, log: str) -> None:
+def _main(
+    file: str, failpoint: str | None, reread: Sequence[str], takeover: bool, asked: Sequence[str], log: str
+) -> None:
     # How long others are waited for decides how long a test of a paused one takes.
     postgres_record.COMMIT_SECONDS = claim._WAIT_SECONDS = 0.5
     if failpoint is not None:
         os.environ[VARIABLE] = failpoint
     try:
-        _run(Pipeline.load(Path(file)), reread, takeover)
+        _run(Pipeline.load(Path(file)), reread, takeover, asked)
     except CdcError as e:
         _end(log, f"{e.kind}: {e}")
     except DRIVER_ERRORS as e:  # as the command line does with them
@@ -96,7 +104,7 @@ def _end(log: str, message: str) -> None:
     os._exit(FAILED)
 
 
-def _run(pipeline: Pipeline, reread: Sequence[str], takeover: bool) -> None:
+def _run(pipeline: Pipeline, reread: Sequence[str], takeover: bool, asked: Sequence[str]) -> None:
     epoch = int(commands.provision(pipeline, takeover)["epoch"])
     with run_part(pipeline, "snapshot-0", epoch, takeover):
         for chunk in existing_record(pipeline).unfinished:
@@ -105,6 +113,8 @@ def _run(pipeline: Pipeline, reread: Sequence[str], takeover: bool) -> None:
                 raise copied
     if reread:
         commands.resnapshot(pipeline, tables=reread, takeover=takeover)
+    for label in asked:
+        requests.request(pipeline, [label], None)
     with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
         marker = emit_marker(source, "caught-up")
     apply_stream(pipeline, max(marker, existing_record(pipeline).high), takeover)

@@ -47,6 +47,16 @@ def test_an_unknown_case_is_refused() -> None:
     assert "stream-noop" in refused.stderr
 
 
+def test_the_dags_are_parsed_in_fresh_interpreters(tmp_path: Path) -> None:
+    file = tmp_path / "parsing.json"
+    done = run("parsing", "--repeat", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = json.loads(file.read_text())
+    assert figures["files"] == len(list((ROOT / "dags").glob("*.py")))
+    assert figures["dags"] >= figures["files"]
+    assert 0 < figures["again"] < figures["first"]
+
+
 @pytest.mark.spark
 def test_all_cases_run_and_are_right(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"

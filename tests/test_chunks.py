@@ -10,7 +10,6 @@ import io
 import itertools
 import random
 import string
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -37,8 +36,9 @@ from airflow_cdc_provider.engine.chunks import (
 )
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connect, connected, rows, scalar
-from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
+from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Watermark
 from airflow_cdc_provider.engine.snapshot import choose_chunks
+from airflow_cdc_provider.engine.visibility import Snapshot
 
 NO_CONNECTION = cast(Connection, None)
 
@@ -553,20 +553,19 @@ def check_texts(connection: Connection) -> None:
     rows(connection, "DROP SCHEMA texts CASCADE")
 
 
-def test_a_chunk_stays_in_its_group_whatever_becomes_of_others() -> None:
-    def record(sizes: dict[str, int]) -> Record:
-        planned = [
-            ChunkRecord(Chunk(table, i, None, None), None, 0) for table, size in sizes.items() for i in range(size)
-        ]
-        return Record(1, 0, 0.0, {}, (), tuple(planned))
+def test_chunks_are_chosen_by_ranges_unless_they_are_finished() -> None:
+    finished = Watermark(Snapshot.parse("10:10:"), 1)
+    planned = [
+        ChunkRecord(Chunk(table, i, None, None), finished if i == 2 else None)
+        for table in ("a.a", "a.b")
+        for i in range(5)
+    ]
+    record = Record(1, 0, 0.0, {}, (), tuple(planned))
 
-    def groups(record: Record) -> dict[tuple[str, int], int]:
-        return {(c.table, c.index): group for group in range(3) for c in choose_chunks(record, group, 3)}
+    def chosen(*ranges: tuple[str, int, int]) -> list[tuple[str, int]]:
+        return [(c.table, c.index) for c in choose_chunks(record, ranges)]
 
-    before = groups(record({"a.a": 10, "a.b": 5, "a.c": 30}))
-    assert len(before) == 45
-    sizes = Counter(before.values())
-    assert max(sizes.values()) - min(sizes.values()) <= 3
-    adopted = groups(record({"a.a": 1, "a.b": 5, "a.c": 30}))
-    assert adopted == {key: group for key, group in before.items() if key in adopted}
-    assert len(adopted) == 36
+    assert len(choose_chunks(record)) == 8
+    assert chosen(("a.b", 1, 3)) == [("a.b", 1), ("a.b", 3)]
+    assert chosen(("a.a", 4, 9), ("a.a", 0, 0), ("gone", 0, 9)) == [("a.a", 0), ("a.a", 4)]
+    assert chosen() == []

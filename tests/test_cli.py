@@ -18,11 +18,13 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
 from airflow_cdc_provider.engine import cli
+from airflow_cdc_provider.engine.history import read_history
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.pipelines import PipelineUnderTest, execute, query_rows
+from tests.scrape import scrape
 
 TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"
 KEYLESS = "CREATE TABLE public.keyless (body text)"
@@ -196,7 +198,7 @@ def test_wrong_options(refusals: Refusals, arguments: tuple[str, ...], message: 
 
 
 def test_options_that_the_parser_refuses(refusals: Refusals) -> None:
-    for arguments in (["fly"], ["snapshot", "--group", "3/2"], ["run", "--verbose"]):
+    for arguments in (["fly"], ["snapshot", "--chunks", '[["public.t", 3, 2]]'], ["run", "--verbose"]):
         with pytest.raises(SystemExit) as exit_:
             refusals.main(arguments[0], *arguments[1:])
         assert exit_.value.code == 2
@@ -350,7 +352,8 @@ def test_the_life_of_a_pipeline(pipeline: PipelineUnderTest) -> None:
     streamed = pipeline.json("stream", "--until", f"lsn:{format_lsn(end)}")
     assert streamed["caught_up"] is True
     assert parse_lsn(streamed["applied_lsn"]) >= end
-    assert streamed["changes"] == 10
+    assert (streamed["changes"], streamed["tables"]) == (10, {"public.t": 10})
+    assert (streamed["lag_bytes"] >= 0, streamed["lag_seconds"] >= 0) == (True, True)
     assert pipeline.confirmed() >= end
 
     status = pipeline.json("status")
@@ -369,7 +372,16 @@ def test_the_life_of_a_pipeline(pipeline: PipelineUnderTest) -> None:
     assert set(status["slot"]) >= {"restart_lsn", "confirmed_flush_lsn", "retained_bytes", "wal_status", "active"}
     assert (status["pipeline"], status["state"], status["consistent"]) == (pipeline.name, "stopped", True)
     assert (status["last_error"], status["slot"]["active"]) == (None, False)
-    assert status["tables"] == [{"table": "public.t", "chunks": 2, "finished": 2, "rows": 100}]
+    assert status["tables"] == [
+        {
+            "table": "public.t",
+            "chunks": 2,
+            "finished": 2,
+            "rows": 100,
+            "finished_chunks": [[0, 1]],
+            "running_chunks": [],
+        }
+    ]
 
     verified = pipeline.json("verify")
     assert verified["equal"] is True
@@ -387,10 +399,10 @@ def test_the_life_of_a_pipeline(pipeline: PipelineUnderTest) -> None:
     told = pipeline.run("verify", code=4).stdout
     assert '{"id": "70"}' in told
     part = pipeline.json("resnapshot", "--table", "public.t", "--where", "id < 50")
-    assert part == {"requested": None, "rows": 49}
+    assert part == {"requested": None, "rows": 49, "tables": {"public.t": 49}}
     differences = [d["key"]["id"] for d in pipeline.json("verify", code=4)["tables"][0]["differences"]]
     assert differences == ["70"]
-    assert pipeline.json("resnapshot", "--table", "public.t") == {"requested": None, "rows": 100}
+    assert pipeline.json("resnapshot", "--table", "public.t")["tables"] == {"public.t": 100}
     assert pipeline.json("verify")["equal"] is True
 
     unknown = pipeline.json("resnapshot", "--table", "public.u", code=2)
@@ -408,11 +420,15 @@ def test_the_life_of_a_pipeline(pipeline: PipelineUnderTest) -> None:
 @pytest.mark.spark
 def test_a_stream_and_how_it_ends(pipeline: PipelineUnderTest) -> None:
     """``stop`` and SIGTERM end a stream after its unit; in between it takes requests, and is the only writer."""
+    port = find_free_port()
+    pipeline.change(metrics={"prometheus": f"127.0.0.1:{port}"})
     pipeline.provision()
     pipeline.copy()
     stream = pipeline.start("stream", "--json")
     pipeline.source("INSERT INTO public.t VALUES (1000, 'streamed')")
     pipeline.await_applied(stream)
+    stream.until(lambda: scrape(port).get(("changes_total", "stream,public.t")) == 1, "the change among the metrics")
+    assert {"lag_bytes", "lag_seconds", "retained_wal_bytes", "batch_seconds"} <= {name for name, _ in scrape(port)}
     assert pipeline.target_rows("SELECT body FROM public.t WHERE id = 1000") == [("streamed",)]
 
     status = pipeline.json("status")
@@ -437,7 +453,7 @@ def test_a_stream_and_how_it_ends(pipeline: PipelineUnderTest) -> None:
     assert pipeline.json("stop") == {"asked": ["stream"]}
     ended = stream.wait()
     assert ended.code == 0, ended.stderr
-    assert set(ended.json) == {"applied_lsn", "changes", "caught_up"}
+    assert set(ended.json) == {"applied_lsn", "changes", "tables", "lag_bytes", "lag_seconds", "caught_up"}
     pipeline.assert_equal()
 
     # The request to stop was for that run, not for the next.
@@ -451,6 +467,12 @@ def test_a_stream_and_how_it_ends(pipeline: PipelineUnderTest) -> None:
     pipeline.assert_equal()
     assert pipeline.json("status")["state"] == "stopped"
     assert not stream.processes()
+    history = read_history(State(pipeline.pipeline.state))  # of both runs
+    assert sum(batch["changes"] for batch in history["batches"]) == 3
+    assert [parse_lsn(sample["applied_lsn"]) for sample in history["samples"]][-1] >= parse_lsn(
+        history["batches"][-1]["end_lsn"]
+    )
+    assert history["errors"] == []
 
 
 @pytest.mark.spark

@@ -7,50 +7,33 @@ package, and refuses to open files below the driver's directory.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sysconfig
 import threading
-import urllib.request
-import venv
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pyspark
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition, end_guard, find_free_port, start_guard
-from airflow_cdc_provider.engine import job
-from airflow_cdc_provider.engine.session import engine_zip
+from tests.airflow_support import connection_json
+
+# isort: split
+from airflow.sdk.exceptions import AirflowException
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
+from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from tests.conftest import Databases
 from tests.pipelines import SPARK_CONF, PipelineUnderTest, execute
+from tests.spark_cluster import PASSWORD, Cluster, cluster, make_python
+from tests.test_spark_jobs import Jobs, Task
+
+__all__ = ["cluster"]
 
 # A cluster is eight Python processes and four JVMs; a busy machine takes minutes.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-PACKAGE = "airflow_cdc_provider"
-SPARK_HOME = Path(pyspark.__file__).parent
 SECONDS = 240.0
-DRIVER_ONLY = "TEST_DRIVER_DIRECTORY"
-
-# Runs when an executor's Python starts. The driver's own Python processes, which may read there, lack the variable.
-SITE_CUSTOMIZE = f"""
-import os, sys
-
-closed = os.environ.get({DRIVER_ONLY!r})
-
-def refuse(event, arguments):
-    if event == "open" and str(arguments[0]).startswith(closed):
-        raise PermissionError(f"an executor opens a file of the driver: {{arguments[0]}}")
-
-if closed:
-    sys.addaudithook(refuse)
-"""
 
 TABLES = """
 CREATE TABLE public.orders (id bigint PRIMARY KEY, customer int NOT NULL, note text);
@@ -65,109 +48,6 @@ UPDATE public.orders SET note = clock_timestamp()::text WHERE id % 97 = 0;
 UPDATE public.lines SET line = line + 10 WHERE order_id % 501 = 0 AND line < 100;
 DELETE FROM public.lines WHERE order_id = (SELECT min(order_id) FROM public.lines);
 """
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A running cluster.
-
-    :param workers: the directory of each worker.
-    :param driver: the directory that is the driver's alone.
-    """
-
-    master: str
-    workers: tuple[Path, ...]
-    driver: Path
-
-    def executors(self) -> list[int]:
-        """For each worker the number of executors that it has started."""
-        return [len(list(worker.glob("app-*/*/stderr"))) for worker in self.workers]
-
-    def kill_an_executor(self) -> None:
-        """Kill one that has Python workers, and so has had work."""
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                ours = any(Path(process.cwd()).is_relative_to(worker) for worker in self.workers)
-                if ours and "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()) and process.children():
-                    process.kill()
-                    return
-        raise AssertionError("no executor is at work")
-
-
-def make_python(directory: Path, *without: str) -> Path:
-    """A Python with all our libraries, but neither this package nor the modules ``without``."""
-    venv.create(directory, symlinks=True)
-    (site_packages,) = directory.glob("lib/python*/site-packages")
-    libraries = directory / "libraries"
-    libraries.mkdir()
-    for path in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}:
-        for entry in path.iterdir():
-            if PACKAGE not in entry.name and entry.name not in without:
-                (libraries / entry.name).symlink_to(entry)
-    (site_packages / "libraries.pth").write_text(f"{libraries}\n")
-    (site_packages / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
-    python = directory / "bin" / "python"
-    found = subprocess.run([python, "-c", f"import {PACKAGE}"], cwd="/", capture_output=True, text=True, check=False)
-    assert "ModuleNotFoundError" in found.stderr, "the executors' Python has the engine without being given it"
-    return python
-
-
-@contextmanager
-def spark_process(name: str, directory: Path, *arguments: str, **environment: str) -> Iterator[None]:
-    """A master or worker of a standalone cluster."""
-    directory.mkdir()
-    inherited = {
-        key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))
-    }
-    settings = {"SPARK_HOME": str(SPARK_HOME), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_MEMORY": "256m"}
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [SPARK_HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
-            cwd=directory,
-            env={**inherited, **settings, "TMPDIR": str(directory), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    guard = start_guard(process.pid, signals=("TERM", "KILL"))
-    try:
-        yield
-    finally:
-        end_guard(guard)
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-        process.wait()
-
-
-def alive_workers(web: int) -> int:
-    """How many workers the master knows, by its web interface, which answers any path with a page while it starts."""
-    with (
-        suppress(OSError, json.JSONDecodeError),
-        urllib.request.urlopen(f"http://127.0.0.1:{web}/json/", timeout=5) as answer,
-    ):
-        return int(json.load(answer)["aliveworkers"])
-    return 0
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A master and two workers of one core each."""
-    root = tmp_path_factory.mktemp("cluster")
-    workers, driver = tuple(root / f"worker{i}" for i in range(2)), root / "driver"
-    driver.mkdir()
-    port, web = find_free_port(), find_free_port()
-    master = f"spark://127.0.0.1:{port}"
-    with ExitStack() as stack:
-        start = ["--port", str(port), "--webui-port", str(web)]
-        stack.enter_context(spark_process("master.Master", root / "master", *start))
-        for worker in workers:
-            size = ["--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", str(worker)]
-            stack.enter_context(spark_process("worker.Worker", worker, *size, master, **{DRIVER_ONLY: str(driver)}))
-        assert await_condition(lambda: alive_workers(web) == len(workers), 60, 0.2), "the workers did not register"
-        yield Cluster(master, workers, driver)
 
 
 @pytest.fixture
@@ -250,33 +130,69 @@ def test_executors_that_are_killed(cluster: Cluster, pipeline: PipelineUnderTest
     pipeline.assert_verified()
 
 
-def test_a_driver_gets_the_engine_from_spark_submit(
-    cluster: Cluster, pipeline: PipelineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYSPARK_PYTHON", str(make_python(tmp_path / "python")))
-    application = shutil.copy(job.__file__, pipeline.directory / "application.py")
-    conf = [f"--conf={name}={value}" for name, value in pipeline.document["spark"]["conf"].items()]
-    command: list[str | Path] = [SPARK_HOME / "bin" / "spark-submit", "--master", cluster.master, *conf]
-    command += ["--py-files", engine_zip(pipeline.directory), application, "run", "--pipeline", pipeline.file]
-    done = subprocess.run(
-        command,
-        cwd=pipeline.directory,
-        env={**os.environ, "SPARK_HOME": str(SPARK_HOME)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    pipeline.assert_verified()
-
-
-@pytest.mark.parametrize("library", ["adbc_driver_postgresql", "yaml"])
 def test_a_library_that_executors_lack_is_named(
-    pipeline: PipelineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+    pipeline: PipelineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    library = "adbc_driver_postgresql"
     monkeypatch.setenv("PYSPARK_PYTHON", str(make_python(tmp_path / "python", library)))
     error = pipeline.json("preflight", code=1)["error"]
     assert error["kind"] == "SparkUnusable"
     assert error["message"].endswith(f"lack: {library}")
     assert "PYSPARK_PYTHON" in error["solution"]
+
+
+def test_a_driver_on_the_cluster_outlives_all_that_submitted_it(
+    cluster: Cluster, databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cluster mode by the operators: only the pipeline's file, its state and the cluster's own password are there."""
+    temporary = cluster.driver / "airflow"
+    temporary.mkdir()
+    extra = {"deploy-mode": "cluster"}
+    given = {
+        "AIRFLOW_CONN_SPARK_DEFAULT": connection_json(conn_type="spark", host=cluster.master, extra=extra),
+        "PYSPARK_PYTHON": str(make_python(tmp_path / "python")),
+        "TMPDIR": str(temporary),
+        PASSWORD: "n0tTelling",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    pipeline = PipelineUnderTest(
+        tmp_path,
+        databases,
+        ["public.orders"],
+        sink={"dsn": databases.pipeline_target.replace("@", f":${{{PASSWORD}}}@")},
+        spark={"conf": {**SPARK_CONF, "spark.driver.host": "127.0.0.1", "spark.driver.memory": "512m"}},
+    )
+    pipeline.source(*TABLES.strip().splitlines())
+    monkeypatch.setenv("TEST_PIPELINE", pipeline.name)
+    jobs, path = Jobs(pipeline), str(pipeline.file)
+    epoch = pipeline.provision().epoch
+
+    (group,) = CdcPlanOperator(task_id="plan", pipeline=path, groups=1).execute({})
+    result = Task(CdcSnapshotOperator(task_id="t", pipeline=path, epoch=epoch, group=group)).run()
+    assert (result["finished"], result["rows"]) == (result["chunks"], 4000)
+
+    stream = Task(CdcStreamOperator(task_id="t", pipeline=path, epoch=epoch, until="stopped"))
+    trigger = stream.defer()
+    jobs.await_beat(trigger)
+    driver = jobs.driver("stream")
+    assert driver.environ()[PASSWORD] == "here"
+    (keeper,) = jobs.keepers()
+    (submitting,) = (process for process in keeper.children(recursive=True) if process.name() == "java")
+    assert PASSWORD not in submitting.environ()
+    keeper.kill()
+    assert await_condition(lambda: not submitting.is_running(), SECONDS)
+    jobs.await_none()
+    assert stream.defer().submission == trigger.submission
+    pipeline.source(*WRITES.strip().splitlines())
+    marker = pipeline.marker()
+    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS)
+    stream.operator.on_kill()
+    with pytest.raises(AirflowException, match="ended before its work was done"):
+        stream.complete(trigger)
+    assert await_condition(lambda: not psutil.pid_exists(driver.pid), SECONDS)
+
+    pipeline.source(*WRITES.strip().splitlines())
+    assert Task(CdcStreamOperator(task_id="t", pipeline=path, epoch=epoch, until="caught_up")).run()["caught_up"]
+    pipeline.assert_equal("public.orders")
+    jobs.await_none()

@@ -108,7 +108,7 @@ def test_the_dag_finds_its_default_pipeline(services: dict[str, Service]) -> Non
     """The example's file is where the Dag looks for it, and its state goes where Airflow and Spark both reach it."""
     scheduler = services["airflow-scheduler"]
     assert "./docs/examples:/opt/airflow/pipelines:ro" in scheduler["volumes"]
-    assert "/opt/airflow/pipelines/shop.yaml" in (ROOT / "dags" / "cdc_pipeline.py").read_text()
+    assert "/opt/airflow/pipelines/shop.yaml" in (ROOT / "airflow_cdc_provider" / "dag.py").read_text()
     environment = dict.fromkeys(("AIRFLOW_CONN_SHOP_PG", "AIRFLOW_CONN_DW_PG"), "postgresql://u@h/d")
     state = {"CDC_STATE": scheduler["environment"]["CDC_STATE"]}
     pipeline = Pipeline.load(ROOT / "docs" / "examples" / "shop.yaml", environment | state)

@@ -54,6 +54,14 @@ def test_units() -> None:
     assert (pipeline.stream.trigger, pipeline.stream.max_batch_bytes, pipeline.stream.heartbeat) == (0.5, 8 << 20, 60.0)
 
 
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [("0.0.0.0:9464", "0.0.0.0", 9464), ("[::1]:0", "::1", 0), ("Driver-1.example:1", "driver-1.example", 1)],
+)
+def test_an_address_for_metrics(address: str, host: str, port: int) -> None:
+    assert Pipeline.parse(document(metrics={"prometheus": address})).metrics.prometheus == (host, port)
+
+
 def test_table_rules() -> None:
     tables = ["public.orders", "sales.*", {"table": "public.events", "columns": ["id", "at"], "where": "id > 0"}]
     assert Pipeline.parse(document(source__tables=tables)).source.tables == (
@@ -100,6 +108,12 @@ def test_a_connection_may_be_json() -> None:
         ({"stream": {"heartbeat": 0}}, ["stream.heartbeat", "above zero"]),
         ({"stream": {"max_batch_bytes": "64MB"}}, ["stream.max_batch_bytes", "64MiB"]),
         ({"stream": {"batch": 1}}, ["stream.batch", "unknown key", "heartbeat"]),
+        ({"metrics": {}}, ["metrics.prometheus", "missing"]),
+        ({"metrics": {"prometheus": 9464}}, ["metrics.prometheus", "9464", "127.0.0.1:9464"]),
+        ({"metrics": {"prometheus": "localhost"}}, ["metrics.prometheus", "'localhost'", "127.0.0.1:9464"]),
+        ({"metrics": {"prometheus": ":9464"}}, ["metrics.prometheus", "':9464'"]),
+        ({"metrics": {"prometheus": "localhost:70000"}}, ["metrics.prometheus", "'localhost:70000'"]),
+        ({"metrics": {"prometheus": "http://localhost:1"}}, ["metrics.prometheus", "'http://localhost:1'"]),
         ({"sinks": {}}, ["sinks", "unknown key"]),
         ({"spark": []}, ["spark", "mapping"]),
     ],

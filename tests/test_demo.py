@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.__main__ import DemoFailed, work_directory, write_pipeline
-from airflow_cdc_provider.demo.airflow import TaskState
+from airflow_cdc_provider.demo.client import TaskState
 from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, clock, progress_line, summary
+from airflow_cdc_provider.demo.stage import DemoFailed, work_directory, write_pipeline
 from airflow_cdc_provider.engine.config import Pipeline
 
 NEW: Mapping[str, Any] = {

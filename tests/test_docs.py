@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
+from airflow_cdc_provider import operators, sensors
 from airflow_cdc_provider.engine import cli, errors
-from airflow_cdc_provider.engine.config import Pipeline, SnapshotSettings, SparkSettings, StreamSettings
-from airflow_cdc_provider.operators import cdc
-from airflow_cdc_provider.sensors.slot import SlotProgressSensor
+from airflow_cdc_provider.engine.config import (
+    MetricsSettings,
+    Pipeline,
+    SnapshotSettings,
+    SparkSettings,
+    StreamSettings,
+)
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -72,9 +80,16 @@ def test_the_quickstart_shows_the_example() -> None:
     assert yaml.safe_load(shown) == yaml.safe_load(example)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "examples").glob("*_dag.py")), ids=lambda path: path.name)
+def test_examples_of_dags_are_shown_as_they_are(path: Path) -> None:
+    code = read(path).partition('"""\n\n')[2] or read(path)
+    assert any(inspect.cleandoc(code) == text for _, text in blocks("python")), path.name
+
+
 def test_the_reference_names_every_key_and_its_default() -> None:
     text = read(ROOT / "docs" / "reference.md")
-    for section, settings in (("snapshot", SnapshotSettings), ("stream", StreamSettings), ("spark", SparkSettings)):
+    for section, settings in (("snapshot", SnapshotSettings), ("stream", StreamSettings), ("spark", SparkSettings),
+                              ("metrics", MetricsSettings)):  # fmt: skip
         for field in inspect.signature(settings).parameters:
             assert f"| `{section}.{field}` |" in text
     for key in ("pipeline", "source.type", "source.dsn", "source.conn_id", "source.tables", "source.slot",
@@ -122,15 +137,26 @@ def test_the_reference_names_every_command_and_option() -> None:
     text = read(ROOT / "docs" / "reference.md")
     for command in cli._HANDLERS:
         assert f"| `{command}` |" in text
-    for option in ("--pipeline", "--json", "--takeover", "--no-spark", "--group", "--epoch", "--until", "--table",
+    for option in ("--pipeline", "--json", "--takeover", "--no-spark", "--chunks", "--epoch", "--until", "--table",
                    "--where", "--all", "--yes"):  # fmt: skip
         assert re.search(rf"\| `{option}\b", text), option
 
 
+def airflow_classes(package: ModuleType, pattern: str) -> set[type]:
+    """The classes of a package's modules with such names, not those that they import from elsewhere."""
+    modules = [import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
+    return {
+        kind
+        for module in modules
+        for name, kind in vars(module).items()
+        if inspect.isclass(kind) and kind.__module__ == module.__name__ and re.fullmatch(pattern, name)
+    }
+
+
 def test_the_reference_names_every_parameter_in_airflow() -> None:
-    text = read(ROOT / "docs" / "reference.md")
-    operators = [kind for name, kind in vars(cdc).items() if re.fullmatch(r"Cdc\w+Operator", name)]
-    for kind in [*operators, SlotProgressSensor]:
+    text = read(ROOT / "docs" / "airflow.md")
+    kinds = airflow_classes(operators, r"Cdc\w+Operator") | airflow_classes(sensors, r"\w+Sensor")
+    for kind in kinds:
         if kind.__name__ != "CdcSparkOperator":
             assert f"**`{kind.__name__}`**" in text
         for name, parameter in inspect.signature(kind.__init__).parameters.items():

@@ -48,6 +48,8 @@ STEPS = {
     "batch committed": ("before-batch-commit", "after-batch-commit"),
     "Spark commit": ("before-spark-commit", "before-acknowledgement"),
     "acknowledgement": ("before-acknowledgement", "after-acknowledgement"),
+    "request left": ("after-request",),
+    "request carried out": ("before-outcome", "after-outcome"),
 }
 
 
@@ -88,8 +90,11 @@ def prepare(pipelines: list[PipelineUnderTest], place: str) -> None:
     )
 
 
-def rereads(place: str) -> tuple[str, ...]:
-    return ("public.t",) if "reread" in place else ()
+def rereads(place: str) -> dict[str, tuple[str, ...]]:
+    """What a run is given to get to places that are on the way only when a table is to be read again."""
+    if "reread" in place:
+        return {"reread": ("public.t",)}
+    return {"asked": ("public.t",)} if place.endswith(("-request", "-outcome")) else {}
 
 
 def check(pipelines: list[PipelineUnderTest]) -> None:
@@ -119,7 +124,7 @@ def test_a_run_that_ends_there(pipelines: list[PipelineUnderTest], place: str, a
     armed = f"{place}:{action}:2" if "-chunk-" in place else f"{place}:{action}"
     prepare(pipelines, place)
     with writing(pipelines[0].databases.source):
-        broken = [SparklessRun(pipeline.file, armed, rereads(place)) for pipeline in pipelines]
+        broken = [SparklessRun(pipeline.file, armed, **rereads(place)) for pipeline in pipelines]
         ended = [(run.wait(), run.message) for run in broken]
         assert all(code == CODES[action] and ("Failpoint" in message or code < 0) for code, message in ended), ended
         again = [SparklessRun(pipeline.file) for pipeline in pipelines]
@@ -134,7 +139,7 @@ def test_a_run_that_is_overtaken_there(pipelines: list[PipelineUnderTest], place
     (pipeline,) = pipelines
     prepare(pipelines, place)
     with writing(pipeline.databases.source):
-        paused = SparklessRun(pipeline.file, f"{place}:pause:1", rereads(place))
+        paused = SparklessRun(pipeline.file, f"{place}:pause:1", **rereads(place))
         try:
             paused.await_pause()
             overtaking = SparklessRun(pipeline.file, takeover=True)

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from airflow_cdc_provider.engine.table import human_bytes
+from tests.class_archive import JVM_OPTIONS
 from tests.conftest import Databases
 from tests.pipelines import Command, PipelineUnderTest
 
@@ -81,7 +82,9 @@ class Peaks(threading.Thread):
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
     made = PipelineUnderTest(tmp_path, databases, ["public.t"], stream={"max_batch_bytes": BATCH})
-    made.change(spark={"conf": {**made.document["spark"]["conf"], "spark.driver.memory": f"{HEAP}m"}})
+    # Without the archive of classes, which is mapped into the JVM and would count as its memory.
+    plain = {"spark.driver.extraJavaOptions": JVM_OPTIONS, "spark.driver.memory": f"{HEAP}m"}
+    made.change(spark={"conf": {**made.document["spark"]["conf"], **plain}})
     made.source("CREATE TABLE public.t (id int PRIMARY KEY, v text)")
     yield made
     made.end_commands()

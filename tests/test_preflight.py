@@ -11,7 +11,7 @@ import psycopg2
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from airflow_cdc_provider.engine import preflight as preflight_module
+from airflow_cdc_provider.engine import readiness
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected, rows, scalar
@@ -28,7 +28,8 @@ from airflow_cdc_provider.engine.errors import (
     UncapturableTable,
     UnknownTable,
 )
-from airflow_cdc_provider.engine.preflight import Finding, preflight, require
+from airflow_cdc_provider.engine.findings import Finding, require
+from airflow_cdc_provider.engine.preflight import preflight
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
 from tests.conftest import Databases, ServerMaker
 
@@ -156,7 +157,7 @@ def test_a_source_that_is_not_set_up(make_server: ServerMaker, document: dict[st
 def test_an_old_source_is_refused_before_anything_is_asked_of_it(
     document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight_module, "MINIMUM_VERSION", 990000)
+    monkeypatch.setattr(readiness, "MINIMUM_VERSION", 990000)
 
     findings = check(document)
 

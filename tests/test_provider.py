@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import inspect
 import json
 import os
 import subprocess
@@ -20,12 +21,20 @@ from tests.airflow_support import ROOT, connection_json, write_pipeline
 # isort: split
 import airflow
 import jsonschema
+from airflow.sdk import DAG, BaseOperator, BaseOperatorLink, BaseSensorOperator
+from airflow.sdk.module_loading import import_string
+from airflow.triggers.base import BaseTrigger
 
+import airflow_cdc_provider
 from airflow_cdc_provider import get_provider_info as provider_info_module
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.get_provider_info import get_provider_info
-from airflow_cdc_provider.hooks.cdc import PostgresCdcHook, load_pipeline
+from airflow_cdc_provider.hooks.cdc import load_pipeline
+from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
+from airflow_cdc_provider.operators.base import CdcOperator
+from airflow_cdc_provider.operators.stream import CdcStreamOperator
+from airflow_cdc_provider.sensors.base import CdcSensor
 from tests.conftest import Databases, ServerMaker
 
 pytestmark = pytest.mark.airflow
@@ -58,7 +67,9 @@ def test_the_info_is_valid_for_airflow() -> None:
     jsonschema.validate(info(), schema("provider_info.schema.json"))
 
 
-@pytest.mark.parametrize("key", ["integrations", "operators", "sensors", "hooks", "connection-types"])
+@pytest.mark.parametrize(
+    "key", ["integrations", "operators", "sensors", "triggers", "hooks", "connection-types", "extra-links"]
+)
 def test_each_part_of_the_info_is_valid_for_the_stricter_schema_of_providers(key: str) -> None:
     jsonschema.validate(info()[key], schema("provider.yaml.schema.json")["properties"][key])
 
@@ -81,7 +92,7 @@ def test_the_info_imports_nothing() -> None:
     assert len(imports) == 1
 
 
-@pytest.mark.parametrize("key", ["operators", "sensors", "hooks"])
+@pytest.mark.parametrize("key", ["operators", "sensors", "triggers", "hooks"])
 def test_every_module_imports_and_belongs_to_an_integration(key: str) -> None:
     integrations = {integration["integration-name"] for integration in info()["integrations"]}
 
@@ -89,6 +100,108 @@ def test_every_module_imports_and_belongs_to_an_integration(key: str) -> None:
         assert entry["integration-name"] in integrations
         for module in entry["python-modules"]:
             assert import_module(module).__doc__
+
+
+def modules(*folders: str) -> list[str]:
+    """The modules in folders of the package."""
+    package = Path(airflow_cdc_provider.__file__).parent
+    return [
+        f"{package.name}.{folder}.{path.stem}"
+        for folder in folders
+        for path in sorted((package / folder).glob("*.py"))
+        if path.stem != "__init__"
+    ]
+
+
+def classes(base: type, *folders: str) -> list[type]:
+    """The classes of a kind that are written in folders of the package."""
+    found = {
+        kind
+        for module in modules(*folders)
+        for kind in vars(import_module(module)).values()
+        if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module
+    }
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+def test_the_info_leaves_out_nothing() -> None:
+    told = {
+        module
+        for key in ("operators", "sensors", "hooks", "triggers")
+        for e in info().get(key, [])
+        for module in e["python-modules"]
+    }
+    public = [(BaseOperator, "operators"), (BaseSensorOperator, "sensors"), (BaseTrigger, "triggers")]
+
+    for base, folder in public:
+        written = {kind.__module__ for kind in classes(base, folder) if not inspect.isabstract(kind)}
+        assert {module for module in written if not module.endswith(".base")} <= told
+    links = [f"{kind.__module__}.{kind.__qualname__}" for kind in classes(BaseOperatorLink, "links")]
+    assert info()["extra-links"] == links  # others would never be shown
+
+
+def test_every_link_is_that_of_an_operator() -> None:
+    used = {type(link) for kind in classes(CdcOperator, "operators") for link in kind.operator_extra_links}  # type: ignore[attr-defined]
+
+    assert used == set(classes(BaseOperatorLink, "links"))
+
+
+@pytest.mark.parametrize("kind", classes(BaseOperator, "operators", "sensors"))
+def test_an_operator_takes_few_arguments_and_renders_those_it_names(kind: type[BaseOperator]) -> None:
+    ours = [each for each in kind.__mro__ if each.__module__.startswith("airflow_cdc_provider.")]
+    others = [each for each in kind.__mro__ if each not in ours]
+    documents = " ".join(each.__doc__ or "" for each in ours)
+    own = {
+        name
+        for each in ours
+        if "__init__" in vars(each)
+        for name, parameter in inspect.signature(vars(each)["__init__"]).parameters.items()
+        if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    own -= {"mode", "poke_interval"}  # of every sensor, with other defaults
+    if issubclass(kind, CdcSensor) and kind is not CdcSensor:
+        own -= {"arguments"}  # which a sensor fills with its own
+    inherited = {name for each in others for name in vars(each).get("template_fields", ())}
+
+    assert len(own) <= 8, own
+    assert set(kind.template_fields) - inherited <= own
+    for name in own:
+        _, documented, described = documents.partition(f":param {name}:")
+        assert documented, f"{kind.__name__}.{name}"
+        templated = "(templated)" in described.partition(":param ")[0]
+        assert (name in kind.template_fields) == templated, f"{kind.__name__}.{name}"
+
+
+def test_templates_work_in_nested_fields() -> None:
+    with DAG("rendered", schedule=None):
+        operator = CdcStreamOperator(
+            task_id="t", pipeline="{{ x }}.yaml", epoch="{{ n }}", conf={"spark.app.name": "{{ x }}"}, until="{{ l }}"
+        )
+
+    operator.render_template_fields({"x": "shop", "n": 7, "l": "0/1"})  # type: ignore[typeddict-unknown-key]
+
+    assert (operator.pipeline, operator.epoch, operator.until) == ("shop.yaml", "7", "0/1")
+    assert operator.conf == {"spark.app.name": "shop"}
+
+
+# Something for each parameter of a trigger, by its annotation.
+_SAMPLES = {"str": "text", "int": 7, "float": 1.5, "bool": True, "None": None}
+
+
+@pytest.mark.parametrize("kind", classes(BaseTrigger, "triggers"))
+def test_a_trigger_survives_its_serialisation(kind: type[BaseTrigger]) -> None:
+    parameters = {
+        name: p
+        for name, p in inspect.signature(kind).parameters.items()
+        if p.kind is not p.VAR_KEYWORD and name not in ("conn_id", "slot")  # which go without a pipeline
+    }
+    sample = {name: _SAMPLES.get(str(p.annotation).partition(" ")[0], p.default) for name, p in parameters.items()}
+
+    path, kwargs = kind(**sample).serialize()
+    restored = import_string(path)(**json.loads(json.dumps(kwargs)))
+
+    assert type(restored) is kind
+    assert restored.serialize() == (path, kwargs)
 
 
 def test_the_hook_is_the_one_of_the_connection_type() -> None:
@@ -168,8 +281,8 @@ def test_a_good_server_is_described_in_sentences(monkeypatch: pytest.MonkeyPatch
 
     assert passed, text
     assert "wal_level is logical." in text
-    assert "Role postgres may replicate." in text
-    assert "replication slots are free." in text
+    assert "Role postgres may use replication." in text
+    assert "A replication slot is free" in text
 
 
 def test_the_connection_works_as_a_session(monkeypatch: pytest.MonkeyPatch, databases: Databases) -> None:
@@ -192,9 +305,9 @@ def test_every_obstacle_on_a_server_is_named(monkeypatch: pytest.MonkeyPatch, ma
     passed, text = PostgresCdcHook("shop_pg").test_connection()
 
     assert not passed
-    assert "Set wal_level = logical" in text
+    assert "Run: ALTER SYSTEM SET wal_level = 'logical';" in text
     assert "ALTER ROLE reader WITH REPLICATION" in text
-    assert "No replication slot is free." in text
+    assert "no replication slot is free" in text
 
 
 def test_a_server_that_does_not_answer_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine import run as run_module
 from airflow_cdc_provider.engine.budget import Action, Budget, BudgetWatch
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError, SlotBudgetExceeded, SparkLost, StateUnwritable, StreamFailed
+from airflow_cdc_provider.engine.history import read_history
 from airflow_cdc_provider.engine.restart import HEALED_SECONDS, Attempt, Failure, Restart
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.slot import SlotState
@@ -83,6 +84,9 @@ def test_what_a_job_says_of_itself_tells_whether_it_has_committed(
     with pytest.raises(StreamFailed):
         attempts.keep_trying(run, None, attempt)  # type: ignore[arg-type]
     assert seen[-1] == [False, False, False, False, True, False]
+    assert run.report()["restarts"] == 5
+    run.history.write()
+    assert [(error["message"], error["count"]) for error in read_history(run.state)["errors"]] == [("broken", 5)]
 
 
 def test_the_end_of_spark_is_no_error_of_a_job_that_is_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo's parts: servers that crash and come back, a shop under change, a real Airflow."""
+"""The demo's parts: servers that crash and come back, a shop under change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo import servers, shop
-from airflow_cdc_provider.demo.airflow import AirflowStack
 from airflow_cdc_provider.demo.servers import (
     Account,
     PostgresServer,
@@ -23,6 +22,7 @@ from airflow_cdc_provider.demo.servers import (
     await_condition,
     find_binaries,
     find_free_port,
+    start_guard,
 )
 from tests.conftest import Databases, ServerMaker
 
@@ -246,6 +246,24 @@ def test_the_shop_has_out_of_line_bodies_and_is_the_same_each_time(databases: Da
         assert scalar(databases.source, digest) == scalar(databases.target, digest)
 
 
+def test_what_has_the_mark_ends_with_us_wherever_it_is(tmp_path: Path) -> None:
+    mark = f"CDC_TEST_MARK={tmp_path} [a-z]*"
+    name, value = mark.split("=")
+    marked, other = (
+        subprocess.Popen(["sleep", "600"], env={**os.environ, name: text}, start_new_session=True)
+        for text in (value, f"{value} and more")
+    )
+    guard = start_guard(-marked.pid, signals=(), mark=mark)
+    assert guard.stdin is not None
+    guard.stdin.close()  # as our death does
+
+    assert marked.wait(60) == -signal.SIGKILL
+    assert guard.wait(60) is not None
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
 @pytest.mark.slow
 def test_writers_make_every_kind_of_change(make_server: ServerMaker, system_binaries: Path) -> None:
     dsn = make_server(binaries=system_binaries).dsn()
@@ -283,48 +301,3 @@ def test_writers_report_why_they_stopped(make_server: ServerMaker) -> None:
 
     with pytest.raises(shop.WritersFailed, match="server closed the connection"):
         writers.stop()
-
-
-DAG = """
-from airflow.sdk import dag, task
-
-@dag(params={"count": 1})
-def squares():
-    @task
-    def numbers(params=None):
-        return list(range(params["count"]))
-
-    @task
-    def square(number):
-        if number == 2:
-            raise ValueError("no two")
-        return number * number
-
-    square.expand(number=numbers())
-
-squares()
-"""
-
-
-@pytest.mark.airflow
-def test_a_real_airflow_runs_a_dag_and_shows_why_it_failed(server_directory: Path) -> None:
-    dags = server_directory / "dags"
-    dags.mkdir()
-    (dags / "squares.py").write_text(DAG)
-
-    with AirflowStack(server_directory / "airflow", dags, {"AIRFLOW_CONN_SHOP_PG": "postgres://db/shop"}) as stack:
-        family = stack._family()
-        run = stack.trigger("squares", {"count": 3})
-
-        assert stack.wait("squares", run, seconds=120) == stack.run_state("squares", run) == "failed"
-        states = {(task["task_id"], task["map_index"]): task["state"] for task in stack.task_states("squares", run)}
-        assert states == {
-            ("numbers", -1): "success",
-            ("square", 0): "success",
-            ("square", 1): "success",
-            ("square", 2): "failed",
-        }
-        assert "ValueError: no two" in stack.failures("squares", run)
-        assert "Returned value was: [0, 1, 2]" in stack.logs("squares", run, "numbers")
-
-    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

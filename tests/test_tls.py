@@ -10,6 +10,7 @@ import datetime
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
@@ -157,8 +158,8 @@ def test_every_connection_is_encrypted_and_checked(pipeline: PipelineUnderTest, 
 def test_sensor_and_hook(
     server: PostgresServer, files: Mapping[str, Path | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from airflow_cdc_provider.hooks.cdc import PostgresCdcHook
-    from airflow_cdc_provider.sensors.slot import SlotState
+    from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
+    from airflow_cdc_provider.triggers.readers import SlotsReader
 
     fields = {
         "conn_type": "postgres_cdc",
@@ -173,7 +174,8 @@ def test_sensor_and_hook(
     passed, text = PostgresCdcHook("shop_pg").test_connection()
 
     assert passed, text
-    assert SlotState.read(PostgresCdcHook("shop_pg").get_uri(), "none") is None
+    with closing(SlotsReader(PostgresCdcHook("shop_pg").get_uri())) as reader:
+        assert "none" not in reader.read().states
 
 
 def by_adbc(dsn: str) -> object:

@@ -10,36 +10,30 @@ Everything it starts ends with it.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psycopg
+from typing import Any
 
 from airflow_cdc_provider.demo import shop
-from airflow_cdc_provider.demo.airflow import FINAL_STATES, AirflowStack
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.demo.airflow import AirflowStack
+from airflow_cdc_provider.demo.client import FINAL_STATES
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, summary
+from airflow_cdc_provider.demo.stage import DAG, DemoFailed, set_stage, work_directory
 from airflow_cdc_provider.engine import commands, slot
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.state import State, read_heartbeats
+from airflow_cdc_provider.engine.submission import read_all
 
-DAGS = Path(__file__).parents[2] / "dags"
-DAG = "cdc_pipeline"
 GROUPS = 2
 
-POSTGRES = "16"
-SETTINGS: Mapping[str, str] = {"shared_buffers": "256MB", "max_wal_size": "4GB", "checkpoint_timeout": "15min"}
 TRANSACTIONS_PER_SECOND = 300.0
 
 LOOK_SECONDS = 2.0
@@ -51,23 +45,6 @@ INTRODUCTION = """\
 A shop of a million rows is copied from one Postgres server to another while its customers go on buying:
 a Dag in a real Airflow takes a snapshot without locks and follows the write-ahead log, both as Spark jobs.
 Then every row is compared. It takes two to five minutes, and all that is started here is stopped at the end."""
-
-PIPELINE = """\
-pipeline: shop
-source:
-  conn_id: shop_source
-  tables: ["shop.*"]
-sink:
-  conn_id: shop_target
-  mode: mirror
-state: {state}
-snapshot: {{chunk_rows: 50000}}
-stream: {{trigger: 1 second, heartbeat: 5 seconds}}
-"""
-
-
-class DemoFailed(CdcError):
-    """The demo did not get where it should."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +61,8 @@ class DagRun:
         """See where everything is, and show it."""
         moment = Moment(
             status=commands.status(self.pipeline),
-            run=self.airflow.run_state(DAG, self.run_id),
-            tasks=self.airflow.task_states(DAG, self.run_id),
+            run=self.airflow.client.run_state(DAG, self.run_id),
+            tasks=self.airflow.client.task_states(DAG, self.run_id),
             transactions=self.writers.transactions,
         )
         self.screen.show(moment)
@@ -114,7 +91,7 @@ class DagRun:
     def explain(self) -> str:
         """What the engine and the tasks that failed have to say."""
         error = commands.status(self.pipeline)["last_error"]
-        logs = self.airflow.failures(DAG, self.run_id).splitlines()
+        logs = self.airflow.client.failures(DAG, self.run_id).splitlines()
         said = [f"{error['message']}. {error['solution']}"] if error else []
         return "\n".join([*said, *logs[-LOG_LINES:]])
 
@@ -145,28 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def work_directory(chosen: Path | None) -> Iterator[Path]:
-    """The directory of everything: the user's, which stays, or a temporary one."""
-    if chosen is not None:
-        chosen.mkdir(parents=True, exist_ok=True)
-        if any(chosen.iterdir()):
-            raise DemoFailed(f"{chosen} is not empty.", "Choose a directory that is new or empty.")
-        yield chosen.resolve()
-        return
-    directory = Path(tempfile.mkdtemp(prefix="cdc-demo-"))
-    # Root starts Postgres as another user, who has to get through.
-    directory.chmod(0o755)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
     """Start everything, run the Dag, judge the result, stop everything."""
-    if not DAGS.is_dir():
-        raise DemoFailed(f"There is no {DAGS}.", "Run the demo in a clone of the repository, with `make demo`.")
     screen.print(f"{INTRODUCTION}\n")
     with ExitStack() as started:
         run = begin(started, directory, screen)
@@ -183,61 +140,14 @@ def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
 
 
 def begin(started: ExitStack, directory: Path, screen: Screen) -> DagRun:
-    """Start servers, Airflow and writers, and trigger the Dag."""
-    source = start_server(started, directory / "source", "shop")
-    target = start_server(started, directory / "target", "warehouse")
-    screen.say(f"Two Postgres {POSTGRES} servers run: source on port {source.port}, target on port {target.port}.")
-    databases = {
-        "AIRFLOW_CONN_SHOP_SOURCE": source.dsn("shop"),
-        "AIRFLOW_CONN_SHOP_TARGET": target.dsn("warehouse"),
-    }
-    spark = {"AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"})}
-    stack = AirflowStack(directory / "airflow", DAGS, databases | spark | scratch(started))
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(load_shop, source.dsn("shop"), screen)
-        airflow = started.enter_context(stack)
-        loading.result()
-    screen.say(f"Airflow runs at {airflow.base_url} (no login needed).")
-    path = write_pipeline(directory)
-    screen.print(f"\n{path}:\n\n{path.read_text(encoding='utf-8')}")
-    writers = started.enter_context(shop.Writers(source.dsn("shop"), TRANSACTIONS_PER_SECOND))
+    """Set the stage, let the writers begin, and trigger the Dag."""
+    stage = set_stage(started, directory, screen.say)
+    screen.print(f"\n{stage.file}:\n\n{stage.file.read_text(encoding='utf-8')}")
+    writers = started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
     screen.say(f"Customers buy from here on: {TRANSACTIONS_PER_SECOND:.0f} transactions a second.")
-    run_id = airflow.trigger(DAG, {"pipeline": str(path), "until": "stopped", "groups": GROUPS})
+    run_id = stage.airflow.client.trigger(DAG, {"pipeline": str(stage.file), "until": "stopped", "groups": GROUPS})
     screen.say(f"The Dag {DAG} is triggered: preflight, provision, plan, snapshot, stream, verify.")
-    return DagRun(airflow, Pipeline.load(path, databases), writers, screen, run_id)
-
-
-def scratch(started: ExitStack) -> dict[str, str]:
-    """Variables that send temporary files where they are removed: a Spark job that is killed leaves its own behind.
-
-    Not below a directory that the user chose, since the path of a socket may have some hundred characters only.
-    """
-    path = started.enter_context(tempfile.TemporaryDirectory(prefix="cdc-demo-", ignore_cleanup_errors=True))
-    return {"TMPDIR": path, "SPARK_LOCAL_DIRS": path, "SPARK_SUBMIT_OPTS": f"-Djava.io.tmpdir={path}"}
-
-
-def start_server(started: ExitStack, directory: Path, database: str) -> PostgresServer:
-    """A server with one empty database, stopped at the end."""
-    server = PostgresServer.create(directory, POSTGRES, SETTINGS)
-    started.callback(server.stop)
-    server.start()
-    with psycopg.connect(server.dsn(), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {database}")
-    return server
-
-
-def load_shop(dsn: str, screen: Screen) -> None:
-    """Create and fill the shop's tables."""
-    with psycopg.connect(dsn) as connection:
-        shop.create_schema(connection)
-    screen.say(f"The shop is loaded: {shop.load(dsn):,} rows in {len(shop.TABLES)} tables.")
-
-
-def write_pipeline(directory: Path) -> Path:
-    """Write the pipeline file; it names Airflow's connections, so that no password is in it."""
-    path = directory / "shop.yaml"
-    path.write_text(PIPELINE.format(state=f"file://{directory}/state"), encoding="utf-8")
-    return path
+    return DagRun(stage.airflow, stage.pipeline, writers, screen, run_id)
 
 
 def follow(run: DagRun) -> Course:
@@ -270,7 +180,10 @@ def judge(run: DagRun, course: Course) -> bool:
     """Compare source and target once more, print the result, and tell whether all is as it should be."""
     run.screen.say(f"The Dag run ended as {course.end.run}. Every row is compared once more.")
     verified = commands.verify(run.pipeline)
-    jobs = {beat.part: beat.progress for beat in read_heartbeats(State(run.pipeline.state))}
+    state = State(run.pipeline.state)
+    # The heartbeats of the snapshot are forgotten when the stream begins.
+    jobs: dict[str, Mapping[str, Any]] = {job.part: job.result for job in read_all(state) if job.result is not None}
+    jobs |= {beat.part: beat.progress for beat in read_heartbeats(state)}
     outcome = Outcome(replace(course, end=run.look()), verified, jobs, run.screen.seconds)
     run.screen.print(f"\n{summary(outcome)}\n")
     for problem in outcome.problems:

@@ -211,18 +211,26 @@ def _write_settings(data: Path, port: int, settings: Mapping[str, str]) -> None:
         file.write("\n".join(["", *lines, ""]))
 
 
-def start_guard(*targets: int, signals: tuple[str, ...] = ("INT",)) -> subprocess.Popen[bytes]:
+# All that have the mark, again and again, since one that is being killed may just have started another.
+_KILL_MARKED = (
+    'for round in 1 2 3 4 5; do grep -lsFxz -- "$1" /proc/[0-9]*/environ'
+    " | tr -dc '0-9\\n' | xargs kill -s KILL; sleep 0.2; done"
+)
+
+
+def start_guard(target: int, signals: tuple[str, ...] = ("INT",), mark: str = "") -> subprocess.Popen[bytes]:
     """A shell that ends processes when our end of its pipe closes, that is when we die.
 
     ``atexit`` does not run after a SIGKILL, and a death signal is tied to the
     thread, not to the process, that started a child.
 
-    :param targets: process ids, or process groups as negative numbers.
-    :param signals: what to send to all of them, some seconds apart.
+    :param target: a process id, or a process group as a negative number.
+    :param signals: what to send to it, some seconds apart.
+    :param mark: a ``NAME=value``: whatever has it in its environment is killed last, where the system has ``/proc``.
     """
-    kills = [f"kill -s {name} -- {' '.join(map(str, targets))}" for name in signals]
+    kills = [f"kill -s {name} -- {target}" for name in signals] + ([_KILL_MARKED] if mark else [])
     return subprocess.Popen(
-        ["/bin/sh", "-c", f"read -r line || {{ {'; sleep 5; '.join(kills)}; }}"],
+        ["/bin/sh", "-c", f"read -r line || {{ {'; sleep 5; '.join(kills)}; }}", "guard", mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TextIO
 
-from airflow_cdc_provider.demo.airflow import TaskState
+from airflow_cdc_provider.demo.client import TaskState
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.table import human_bytes, text_table
 
@@ -21,6 +21,8 @@ BUSY_STATES: Mapping[str | None, str] = {
     "scheduled": " (queued)",
     "queued": " (queued)",
     "running": "",
+    # It waits in the triggerer, for a Spark job for one.
+    "deferred": "",
     # A sensor waits between two looks.
     "up_for_reschedule": "",
     "up_for_retry": " (to be tried again)",

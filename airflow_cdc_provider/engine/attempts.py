@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.restart import Attempt, Failure
 from airflow_cdc_provider.engine.run import Run, rejoin, require_latest
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender, read_slot, reader_name
+from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender, reader_name
 
 T = TypeVar("T")
 
@@ -134,6 +134,8 @@ def _await(run: Run, following: Attempt, error: CdcError) -> None:
         following.of,
         following.delay,
     )
+    run.history.error(error)
+    run.restarts += 1
     run.progress = {
         **run.progress,
         "restart": {
@@ -153,7 +155,6 @@ def _await(run: Run, following: Attempt, error: CdcError) -> None:
 
 def _look_at_slot(run: Run) -> None:
     """Hold the slot against its budget; the source may itself be what is waited for."""
-    with contextlib.suppress(ConnectionFailed, *DRIVER_ERRORS), connected(run.pipeline.source.dsn) as source:
-        state = read_slot(source, run.pipeline.source.slot)
-        if state is not None:
-            run.budget.look(state)
+    state = run.look_at_slot()
+    if state is not None:
+        run.budget.look(state)

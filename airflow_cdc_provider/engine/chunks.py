@@ -70,7 +70,12 @@ class Chunk:
         """For humans, for example ``shop.orders[3] 1000 .. 2000``."""
         if self.lower is None and self.upper is None:
             return f"{self.table}[{self.index}] all rows"
-        return f"{self.table}[{self.index}] {f'{_shown(self.lower)} .. {_shown(self.upper)}'.strip()}"
+        return f"{self.table}[{self.index}] {' .. '.join(self.shown_bounds).strip()}"
+
+    @property
+    def shown_bounds(self) -> tuple[str, str]:
+        """The bounds for humans, shortened; empty for infinity."""
+        return _shown(self.lower), _shown(self.upper)
 
     def to_dict(self) -> dict[str, Any]:
         """The chunk as JSON values; :meth:`from_dict` reads them back."""

@@ -22,9 +22,11 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.drivers import driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode, StreamFailed
+from airflow_cdc_provider.engine.groups import Range, parse_chunks
 from airflow_cdc_provider.engine.preflight import preflight
 from airflow_cdc_provider.engine.run import record_error
 from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.submission import check_wanted, end_ours
 from airflow_cdc_provider.engine.table import human_bytes, text_table
 
 Handler = Callable[[Pipeline, argparse.Namespace, commands.Report], dict[str, Any]]
@@ -35,14 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
+        check_wanted()
         pipeline = Pipeline.load(options.pipeline)
         result = _guarded(pipeline, options)
     except CdcError as e:
+        end_ours(int(e.exit_code), None, e)
         if options.json:
             print(json.dumps({"error": e.as_dict()}))
         else:
             print(f"{options.command}: {e.message}\n{e.solution}", file=sys.stderr)
         return int(e.exit_code)
+    end_ours(int(ExitCode.DONE), result, None)
     if options.json:
         print(json.dumps(result))
     else:
@@ -62,7 +67,7 @@ def _guarded(pipeline: Pipeline, options: argparse.Namespace) -> dict[str, Any]:
     except Exception as e:
         error = driver_failure(e, options.command)
         with contextlib.suppress(CdcError):
-            record_error(State(pipeline.state), error)
+            record_error(State(pipeline.state), options.command, error)
         raise error from e
 
 
@@ -111,15 +116,11 @@ def _preflight(pipeline: Pipeline, options: argparse.Namespace, report: commands
     return {"findings": [commands.findings_dict(finding) for finding in findings]}
 
 
-def _group(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
+def _chunks(text: str) -> tuple[Range, ...]:
     try:
-        group = int(index), int(count)
-    except ValueError:
-        group = (0, 0)
-    if not 0 <= group[0] < group[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form i/n with 0 <= i < n")
-    return group
+        return parse_chunks(text)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(f"{e.message}. {e.solution}") from e
 
 
 def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Repo
 _HANDLERS: dict[str, Handler] = {
     "preflight": _preflight,
     "provision": lambda p, o, r: commands.provision(p, o.takeover),
-    "snapshot": lambda p, o, r: commands.snapshot(p, epoch=o.epoch, group=o.group, takeover=o.takeover, report=r),
+    "snapshot": lambda p, o, r: commands.snapshot(p, epoch=o.epoch, chunks=o.chunks, takeover=o.takeover, report=r),
     "stream": lambda p, o, r: commands.stream(p, until=o.until, epoch=o.epoch, takeover=o.takeover, report=r),
     "run": lambda p, o, r: commands.run(p, takeover=o.takeover, report=r),
     "stop": lambda p, o, r: commands.stop(p),
@@ -165,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     preflight_.add_argument("--no-spark", action="store_true", help="do not start Spark to check its executors")
     command("provision", "Create or verify publication, slot, plan and sink record.")
     snapshot = command("snapshot", "Work on chunks until all are finished.")
-    snapshot.add_argument("--group", type=_group, default=(0, 1), metavar="I/N", help="only chunks of group I of N")
+    snapshot.add_argument(
+        "--chunks", type=_chunks, metavar="JSON", help='only these chunks: [["public.orders", first index, last], ...]'
+    )
     stream = command("stream", "Follow the log.")
     stream.add_argument(
         "--until",

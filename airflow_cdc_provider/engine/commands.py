@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from airflow_cdc_provider.engine import preflight as checks
@@ -17,9 +16,12 @@ from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import Connection, connected, scalar
+from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed
+from airflow_cdc_provider.engine.findings import Finding, require
 from airflow_cdc_provider.engine.gate import gate
+from airflow_cdc_provider.engine.grid import chunk_grid
+from airflow_cdc_provider.engine.groups import Range, part_of
 from airflow_cdc_provider.engine.ledger import write_ledger
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.run import (
@@ -50,11 +52,11 @@ def preflight(pipeline: Pipeline) -> dict[str, Any]:
     :raises CdcError: the first finding that stands in the way.
     """
     findings = checks.preflight(pipeline)
-    checks.require(findings)
+    require(findings)
     return {"findings": [findings_dict(finding) for finding in findings]}
 
 
-def findings_dict(finding: checks.Finding) -> dict[str, Any]:
+def findings_dict(finding: Finding) -> dict[str, Any]:
     """A finding as JSON values."""
     solution = {"solution": finding.error.solution} if finding.error else {}
     return {
@@ -108,52 +110,55 @@ def _joining(pipeline: Pipeline) -> list[str]:
 
 
 def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
-    """The chunks that have not been committed."""
-    record = existing_record(pipeline)
-    return [{"table": c.table, "index": c.index, "title": c.title} for c in record.unfinished]
+    """The chunks that have not been committed, with their bounds as humans read them."""
+    chunks = ((c, c.shown_bounds) for c in existing_record(pipeline).unfinished)
+    return [{"table": c.table, "index": c.index, "lower": lower, "upper": upper} for c, (lower, upper) in chunks]
 
 
 def snapshot(
     pipeline: Pipeline,
     *,
     epoch: int | None = None,
-    group: tuple[int, int] = (0, 1),
+    chunks: Sequence[Range] | None = None,
     takeover: bool = False,
     report: Report = _silent,
 ) -> dict[str, Any]:
-    """Copy chunks until all of the group are finished.
+    """Copy chunks until all are finished.
 
     :param epoch: of the run that this is a part of; ``None`` for a run of its own.
-    :param group: ``(i, n)``: work on the chunks of the i-th of n groups, from 0.
+    :param chunks: only these; ``None`` for all.
     """
     from airflow_cdc_provider.engine.session import outliving, spark_session
     from airflow_cdc_provider.engine.snapshot import SnapshotProgress, choose_chunks, copy_chunks
 
-    with run_part(pipeline, f"snapshot-{group[0]}", epoch, takeover) as (run, record):
-        chunks = choose_chunks(record, *group)
-        ours = frozenset(chunks)
-        if not chunks:
+    with run_part(pipeline, part_of(chunks), epoch, takeover) as (run, record):
+        chosen = choose_chunks(record, chunks)
+        ours = frozenset(chosen)
+        if not chosen:
             return {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
-        done = SnapshotProgress(len(chunks), 0, 0, 0.0)
+        write_ledger(pipeline, run.state, record)
+        done = SnapshotProgress(len(chosen))
 
         def attempt(record: Record) -> None:
             nonlocal done
-            copied = [c.rows for c in record.chunks if c.chunk in ours and c.watermark is not None]
-            before = done = SnapshotProgress(len(chunks), len(copied), sum(copied), done.seconds)
+            copied = [c for c in record.chunks if c.chunk in ours and c.watermark is not None]
+            finished = frozenset((c.chunk.table, c.chunk.index) for c in copied)
+            before = done = SnapshotProgress(len(chosen), finished, sum(c.rows for c in copied), done.seconds)
 
             def tell(progress: SnapshotProgress) -> None:
                 nonlocal done
                 done = before.plus(progress)
-                run.progress = _rate(asdict(done), done.rows)
+                run.progress = done.as_dict()
                 report("snapshot", run.progress)
 
             with outliving(spark):
-                copy_chunks(spark, run, record, choose_chunks(record, *group), tell)
+                copy_chunks(spark, run, record, choose_chunks(record, chunks), tell)
 
         with spark_session(pipeline, "snapshot") as spark:
+            run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
             keep_trying(run, record, attempt)
         write_ledger(pipeline, run.state, existing_record(pipeline))
-        return _rate(asdict(done), done.rows)
+        return {name: done.as_dict()[name] for name in ("chunks", "finished", "rows", "seconds", "rows_per_second")}
 
 
 def stream(
@@ -184,7 +189,7 @@ def stream(
             with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
                 target = max(slot.emit_marker(source, "caught-up"), record.high)
 
-        done = StreamProgress(record.applied, 0, 0.0)
+        done = StreamProgress(record.applied)
 
         def attempt(record: Record) -> None:
             before = done
@@ -192,22 +197,18 @@ def stream(
             def tell(progress: StreamProgress) -> None:
                 nonlocal done
                 done = before.plus(progress)
-                values = {"applied_lsn": format_lsn(done.applied), "changes": done.changes}
-                run.progress = _rate(values | {"seconds": done.seconds}, done.changes)
-                if done.waiting:
-                    run.progress["waiting"] = done.waiting
+                run.progress = done.as_dict()
                 report("stream", run.progress)
 
             with outliving(spark):
                 StreamJob(spark, run, record, tell).follow(target)
 
         with spark_session(pipeline, "stream") as spark:
+            run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
             keep_trying(run, record, attempt)
-        return {
-            "applied_lsn": format_lsn(done.applied),
-            "changes": done.changes,
-            "caught_up": target is not None and done.applied >= target,
-        }
+        told = done.as_dict() | run.lag.as_dict()
+        names = ("applied_lsn", "changes", "tables", "lag_bytes", "lag_seconds")
+        return {name: told[name] for name in names} | {"caught_up": target is not None and done.applied >= target}
 
 
 def _until(until: str) -> int | None:
@@ -220,11 +221,6 @@ def _until(until: str) -> int | None:
     except ValueError:
         pass
     raise ConfigError(f"--until {until!r} is not valid", "Give stopped, caught-up or lsn:X/Y.")
-
-
-def _rate(values: dict[str, Any], rows: int) -> dict[str, Any]:
-    seconds = float(values["seconds"])
-    return {**values, "rows_per_second": round(rows / seconds) if seconds > 0 else 0}
 
 
 def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent) -> dict[str, Any]:
@@ -293,7 +289,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         "lag_bytes": lag_bytes,
         "lag_seconds": lag_seconds,
         "slot": found.as_dict() | {"budget": _budget(pipeline, found)} if found else None,
-        "tables": _tables(record) if record else [],
+        "tables": _tables(record, beats) if record else [],
         "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
         "restart": restart,
         "waiting": next((beat.progress["waiting"] for beat in beats if "waiting" in beat.progress), None),
@@ -302,15 +298,10 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def _tables(record: Record) -> list[dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = {}
-    for c in record.chunks:
-        if c.keys is None:
-            table = tables.setdefault(c.chunk.table, {"table": c.chunk.table, "chunks": 0, "finished": 0, "rows": 0})
-            table["chunks"] += 1
-            table["finished"] += c.watermark is not None
-            table["rows"] += c.rows
-    return list(tables.values())
+def _tables(record: Record, beats: Sequence[Heartbeat]) -> list[dict[str, Any]]:
+    ranges = [c for c in record.chunks if c.keys is None]
+    planned = {(c.chunk.table, c.chunk.index): (c.watermark is not None, c.rows) for c in ranges}
+    return chunk_grid(planned, [beat for beat in beats if beat.epoch >= record.epoch])
 
 
 def _budget(pipeline: Pipeline, found: slot.SlotState) -> dict[str, Any]:
@@ -331,10 +322,7 @@ def _condition(
 
 
 def _lag(source: Connection, record: Record) -> tuple[int, float]:
-    """Bytes between the applied LSN and the end of the log, and seconds since the sink last advanced while behind."""
-    query = "SELECT greatest(pg_wal_lsn_diff(pg_current_wal_flush_lsn(), %s), 0)::bigint"
-    behind = int(scalar(source, query, [format_lsn(record.applied)]))
-    return behind, round(max(0.0, time.time() - record.advanced), 3) if behind else 0.0
+    return record.lag(slot.flushed(source), time.time())
 
 
 class _LiveStream:
@@ -379,6 +367,7 @@ def resnapshot(
     everything: bool = False,
     where: str | None = None,
     takeover: bool = False,
+    request: str | None = None,
     report: Report = _silent,
 ) -> dict[str, Any]:
     """Read tables again, as they are defined now: the live stream does it between two units, or else this command.
@@ -387,25 +376,39 @@ def resnapshot(
 
     :param everything: recreate publication and slot too, and read all tables: the repair for a lost slot.
     :param where: read only rows that match on either side.
+    :param request: the name of the request that is left for a live stream, see :func:`.requests.new_name`.
+    :returns: either the name of the ``requested``, or the ``rows``, and how many of each of the ``tables``.
     """
     if everything == bool(tables) or (everything and where):
         raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
     if everything:
-        epoch = provisioning.start_over(pipeline, takeover)
+        epoch = int(start_over(pipeline, takeover=takeover)["epoch"])
         copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
-        return {"requested": None, "rows": copied["rows"]}
+        read = {c.chunk.table: c.rows for c in existing_record(pipeline).chunks}
+        return {"requested": None, "rows": copied["rows"], "tables": read}
     state, record = State(pipeline.state), existing_record(pipeline)
     if not {target.table.label for target in record.targets}.issuperset(tables):
-        checks.require(checks.preflight(pipeline))
+        require(checks.preflight(pipeline))
     for label in tables:
         reread.check(pipeline, record, label, where)
     if _streaming(state) and not takeover:
-        name = requests.request(pipeline, list(tables), where)
-        return {"requested": name, "rows": None}
+        name = requests.request(pipeline, list(tables), where, request)
+        return {"requested": name, "rows": None, "tables": {}}
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
         barriers = Barriers(PATIENCE_SECONDS)
-        rows = sum(reread.read_again(run, record, label, barriers, where) for label in tables)
-    return {"requested": None, "rows": rows}
+        read = {label: reread.read_again(run, record, label, barriers, where) for label in tables}
+    return {"requested": None, "rows": sum(read.values()), "tables": read}
+
+
+def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
+    """Recreate publication and slot, and plan all tables to be read again; a snapshot under the epoch reads them."""
+    epoch = provisioning.start_over(pipeline, takeover)
+    record = existing_record(pipeline)
+    return {
+        "epoch": epoch,
+        "tables": [target.table.label for target in record.targets],
+        "chunks": len(record.unfinished),
+    }
 
 
 def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = False) -> dict[str, Any]:

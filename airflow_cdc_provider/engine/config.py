@@ -109,6 +109,13 @@ class SparkSettings:
 
 
 @dataclass(frozen=True)
+class MetricsSettings:
+    """Where jobs show their metrics; ``prometheus`` is the host and port at which Prometheus finds them, if at all."""
+
+    prometheus: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """A whole pipeline file.
 
@@ -123,6 +130,7 @@ class Pipeline:
     snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     spark: SparkSettings = field(default_factory=SparkSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> Pipeline:
@@ -132,27 +140,22 @@ class Pipeline:
         :param environment: where ``${NAME}`` and ``AIRFLOW_CONN_<CONN_ID>`` are looked up.
         :raises ConfigError: naming the key's path, the value and what would be right.
         """
-        try:
-            document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as e:
-            raise ConfigError(
-                f"the pipeline file {os.fspath(path)} cannot be read: {e.strerror}", "Give the path of a YAML file."
-            ) from e
-        except UnicodeDecodeError as e:
-            raise ConfigError(f"the pipeline file {os.fspath(path)} is not UTF-8", "Save it as UTF-8.") from e
-        except yaml.YAMLError as e:  # whose text quotes the file, passwords and all
-            mark = getattr(e, "problem_mark", None)
-            place = f" at line {mark.line + 1}" if mark else ""
-            raise ConfigError(
-                f"the pipeline file {os.fspath(path)} is not YAML{place}: {getattr(e, 'problem', 'unreadable')}",
-                "Mend the file at that place.",
-            ) from None
-        return cls.parse(document, environment)
+        return cls.parse(_read_document(path), environment)
 
     @classmethod
-    def parse(cls, document: object, environment: Mapping[str, str] = os.environ) -> Pipeline:
-        """Check a parsed pipeline document; see :meth:`load`."""
-        root = _Section("", document, environment)
+    def outline(cls, path: str | os.PathLike[str]) -> Pipeline:
+        """Read and check a pipeline file where its connections are unknown, as where Dags are parsed.
+
+        DSNs are empty, and values that name variables which are not set stay as they are written.
+
+        :raises ConfigError: as :meth:`load`.
+        """
+        return cls.parse(_read_document(path), resolve=False)
+
+    @classmethod
+    def parse(cls, document: object, environment: Mapping[str, str] = os.environ, *, resolve: bool = True) -> Pipeline:
+        """Check a parsed pipeline document; see :meth:`load`, and without ``resolve`` :meth:`outline`."""
+        root = _Section("", document, environment, resolve)
         name = root.take("pipeline", _name)
         source, sink = root.section("source"), root.section("sink")
         pipeline = cls(
@@ -182,13 +185,14 @@ class Pipeline:
                 "stream",
                 StreamSettings,
                 trigger=_seconds,
-                max_batch_bytes=_bytes,
+                max_batch_bytes=parse_bytes,
                 heartbeat=_positive_seconds,
-                restart=lambda value: _restart(_Section("stream.restart", value, environment)),
-                max_retained_wal=_bytes,
+                restart=lambda value: _restart(_Section("stream.restart", value, environment, resolve)),
+                max_retained_wal=parse_bytes,
                 on_max_retained_wal=_one_of("warn", "stop", "drop-slot"),
             ),
             spark=root.settings("spark", SparkSettings, master=_text, conf=_string_mapping),
+            metrics=root.settings("metrics", MetricsSettings, prometheus=_address),
         )
         source.finish()
         sink.finish()
@@ -196,11 +200,30 @@ class Pipeline:
         return pipeline
 
 
+def _read_document(path: str | os.PathLike[str]) -> object:
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(
+            f"the pipeline file {os.fspath(path)} cannot be read: {e.strerror}", "Give the path of a YAML file."
+        ) from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"the pipeline file {os.fspath(path)} is not UTF-8", "Save it as UTF-8.") from e
+    except yaml.YAMLError as e:  # whose text quotes the file, passwords and all
+        mark = getattr(e, "problem_mark", None)
+        place = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"the pipeline file {os.fspath(path)} is not YAML{place}: {getattr(e, 'problem', 'unreadable')}",
+            "Mend the file at that place.",
+        ) from None
+
+
 class _Section:
     """A mapping of the document whose keys are taken one by one, so that what is left over is unknown."""
 
-    def __init__(self, path: str, value: object, environment: Mapping[str, str]) -> None:
+    def __init__(self, path: str, value: object, environment: Mapping[str, str], resolve: bool) -> None:
         self._path = path
+        self._resolve = resolve
         if not isinstance(value, dict):
             where = f"{path}: " if path else "the pipeline file "
             raise ConfigError(f"{where}must be a mapping, not {self._shown(value)}", "Write it as `key: value` lines.")
@@ -225,6 +248,8 @@ class _Section:
             )
         value = self._values.pop(key)
         if isinstance(value, str):
+            if not self._resolve and self._full(key) != "pipeline" and self._unset(value):
+                return cast(T, value)
             value = self._expand(key, value)
         try:
             return check(value)
@@ -233,13 +258,13 @@ class _Section:
             raise ConfigError(f"{self._full(key)}: {shown} is not valid", f"Give {e}.") from None
 
     def section(self, key: str) -> _Section:
-        return self.take(key, lambda value: _Section(self._full(key), value, self._environment))
+        return self.take(key, lambda value: _Section(self._full(key), value, self._environment, self._resolve))
 
     def settings(self, key: str, kind: type[T], **checks: Callable[[object], Any]) -> T:
         self._known.append(key)
         if key not in self._values:
             return kind()
-        section = _Section(self._full(key), self._values.pop(key), self._environment)
+        section = _Section(self._full(key), self._values.pop(key), self._environment, self._resolve)
         defaults = kind()
         given = {name: section.take(name, check, getattr(defaults, name)) for name, check in checks.items()}
         section.finish()
@@ -252,6 +277,11 @@ class _Section:
                 f"{self._path} has both dsn and conn_id",
                 f"Keep one of {self._full('dsn')} and {self._full('conn_id')}.",
             )
+        if not self._resolve:
+            self._known += ["conn_id", "dsn"]
+            if not (self._values.pop("conn_id", None) or self._values.pop("dsn", None)):
+                raise ConfigError(f"{self._full('dsn')} is missing from the pipeline file", "Add it, or a conn_id.")
+            return ""
         if "conn_id" not in self._values:
             self._known.append("conn_id")
             return self.take("dsn", _dsn)
@@ -270,6 +300,9 @@ class _Section:
             raise ConfigError(
                 f"{self._full('conn_id')}: connection {conn_id!r} is not a Postgres connection", f"Give {e}."
             ) from None
+
+    def _unset(self, text: str) -> bool:
+        return any(name not in self._environment for name in _VARIABLE.findall(text))
 
     def _expand(self, key: str, text: str) -> str:
         def replace(match: re.Match[str]) -> str:
@@ -385,7 +418,23 @@ def _positive_seconds(value: object) -> float:
     return seconds
 
 
-def _bytes(value: object) -> int:
+def _address(value: object) -> tuple[str, int]:
+    wanted = "an address such as `127.0.0.1:9464`, of this host"
+    try:
+        parts = urlsplit(f"//{_text(value)}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not host or port is None or parts.netloc != value or parts.username is not None:
+        raise ValueError(wanted)
+    return host, port
+
+
+def parse_bytes(value: object) -> int:
+    """A size in bytes, given as a number or as text such as ``64MiB``.
+
+    :raises ValueError: saying what would be right.
+    """
     match = _SIZE.match(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if match is None or int(match[1]) == 0:
         raise ValueError("a size such as `64MiB`")

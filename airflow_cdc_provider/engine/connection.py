@@ -102,6 +102,11 @@ def describe(dsn: str) -> str:
     return f"{parts.hostname or 'localhost'}:{parts.port or 5432}/{database}"
 
 
+def without_database(dsn: str) -> str:
+    """Who connects to which server, and how: what the DSNs of a server's databases have in common, secrets too."""
+    return urlunsplit(urlsplit(dsn)._replace(path=""))
+
+
 def connect(
     dsn: str,
     application: str = "airflow-cdc",
@@ -164,15 +169,20 @@ def connection_failure(dsn: str, what: str, text: str, otherwise: str) -> CdcErr
 
 def without_password(text: str, dsn: str) -> str:
     """A message of a driver, in which asterisks stand for the DSN's password should it be repeated there."""
+    for form in passwords(dsn):
+        text = text.replace(form, "***")
+    return text
+
+
+def passwords(dsn: str) -> list[str]:
+    """A DSN's password in all forms in which it may turn up, longer ones first."""
     parts = urlsplit(dsn)
     pairs = (pair.partition("=") for pair in parts.query.split("&"))
     given = [parts.password, *(value for name, _, value in pairs if name == "password")]
     plain = [unquote(secret) for secret in given if secret]
     # As it is, as it stands in the DSN, and as session_dsn writes it.
     forms = {*filter(None, given), *plain, *(quote(secret, safe="") for secret in plain), *map(quote, plain)}
-    for form in sorted(forms, key=len, reverse=True):
-        text = text.replace(form, "***")
-    return text
+    return sorted(forms, key=len, reverse=True)
 
 
 def quoted(name: str) -> str:

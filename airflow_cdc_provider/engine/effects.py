@@ -9,6 +9,7 @@ them types.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -87,10 +88,12 @@ class PieceEffects:
 
     :param split_truncates: tables with a truncate that some of their rows were read after and others not, or that
         emptied some of their partitions: they have to be read again.
+    :param changes: by table, the changes that the piece held, before filter and collapse.
     """
 
     effects: tuple[Effect, ...]
     split_truncates: frozenset[str]
+    changes: Mapping[str, int]
 
 
 def effects(
@@ -110,7 +113,9 @@ def effects(
     """
     result: list[Effect] = []
     split_truncates: set[str] = set()
+    counted: Counter[str] = Counter()
     for table, changes in _by_table(decoded, tables):
+        counted[table.label] += len(changes.op)
         filter_ = filters.get(table.label, TableFilter())
         key = tuple(_index(table, name) for name in table.key)
         truncated_at = -1
@@ -130,7 +135,7 @@ def effects(
             rows = _changelog_rows(changes, halves, kept, key, table, filter_)
         if rows.num_rows or truncated_at >= 0:
             result.append(Effect(table.label, truncated_at >= 0, rows))
-    return PieceEffects(tuple(result), frozenset(split_truncates))
+    return PieceEffects(tuple(result), frozenset(split_truncates), counted)
 
 
 def between(changes: Changes, since: int, before: int) -> Changes:

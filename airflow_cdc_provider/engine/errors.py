@@ -132,6 +132,12 @@ class SparkLost(CdcError):
     retry = Retry.RETRY
 
 
+class JobLost(CdcError):
+    """A submitted Spark job has not been heard of for too long; what was committed stays."""
+
+    retry = Retry.RETRY
+
+
 class ProtocolError(CdcError):
     """The server sent bytes that the pgoutput protocol does not allow."""
 

@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.timeline import left_at, read_history
 
 log = logging.getLogger(__name__)
 
-_REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
+REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
 _SEEN = "slot_seen"
 _KEEP_MORE = "raise max_slot_wal_keep_size"
 _PREVENTION = {
@@ -97,14 +97,14 @@ def gate(
             f"slot {source.slot!r} has gone back to {format_lsn(state.restart_lsn)}, from"
             f" {record.identity[_SEEN]}: the source has been restored from a copy, and what it has written since is"
             " not what the sink was filled from",
-            _REPAIR,
+            REPAIR,
         )
     end = flushed(connection)
     if needed > end:
         raise GateClosed(
             f"the sink has applied up to {format_lsn(needed)}, but the source's log ends at {format_lsn(end)}:"
             " the source has been set back",
-            _REPAIR,
+            REPAIR,
         )
     return Passage(state, now.timeline)
 
@@ -116,25 +116,38 @@ def _check_identity(record: Record, source: Source, now: Identity) -> None:
         raise GateClosed(
             f"the source {describe(source.dsn)} is not the one that the sink was filled from: system identifier and"
             f" database were {recorded['system']} and {recorded['database']}, are {now.system} and {now.database}",
-            f"If `source.dsn` is wrong, correct it. If the source has been replaced: {_REPAIR}",
+            f"If `source.dsn` is wrong, correct it. If the source has been replaced: {REPAIR}",
         )
     if now.slot != recorded["slot"]:
         raise GateClosed(
             f"`source.slot` was {recorded['slot']!r} when the pipeline was provisioned, is {now.slot!r}",
-            f"Put it back. If the old slot cannot be used any more: {_REPAIR}",
+            f"Put it back. If the old slot cannot be used any more: {REPAIR}",
         )
     if now.publication != recorded["publication"]:
         found = f"has been recreated (oid {now.publication})" if now.publication else "no longer exists"
         raise GateClosed(
             f"publication {source.publication!r}, of oid {recorded['publication']}, {found}: changes made meanwhile"
             " are not in the stream",
-            _REPAIR,
+            REPAIR,
         )
     if now.publication_version != recorded.get("publication_version"):
         raise GateClosed(
             f"publication {source.publication!r} has been altered: changes made meanwhile may not be in the stream",
             "If it does not publish insert, update, delete and truncate any more, or publishes via the partition root,"
-            f" and is not the pipeline's own, let its owner set that back first. {_REPAIR}",
+            f" and is not the pipeline's own, let its owner set that back first. {REPAIR}",
+        )
+
+
+def refuse_lost(slot: str, state: SlotState) -> None:
+    """Refuse a slot from which nothing can be read any more.
+
+    :raises GateClosed: naming the reason and the repair.
+    """
+    if state.lost:
+        reason = f"wal_status = {state.wal_status}" + (f", {state.invalidation}" if state.invalidation else "")
+        raise GateClosed(
+            f"replication slot {slot!r} has lost the log it needs ({reason})",
+            f"{REPAIR} So that it does not happen again, {_PREVENTION.get(state.invalidation or '', _KEEP_MORE)}.",
         )
 
 
@@ -144,24 +157,19 @@ def _check_slot(
     """Check that the slot still has the log from ``applied`` on."""
     if state is None:
         reason = f"; the source is on {moved}: a standby without the slot has been promoted" if moved else ""
-        raise GateClosed(f"replication slot {source.slot!r} no longer exists on the source{reason}", _REPAIR)
+        raise GateClosed(f"replication slot {source.slot!r} no longer exists on the source{reason}", REPAIR)
     if not is_ours(connection, state):
         raise GateClosed(
             f"replication slot {source.slot!r} is not ours: plugin {state.plugin!r} in database {state.database!r},"
             " expected pgoutput in this one",
-            f"Give the pipeline another slot name (`source.slot`). {_REPAIR}",
+            f"Give the pipeline another slot name (`source.slot`). {REPAIR}",
         )
-    if state.wal_status == "lost" or state.invalidation is not None:
-        reason = f"wal_status = {state.wal_status}" + (f", {state.invalidation}" if state.invalidation else "")
-        raise GateClosed(
-            f"replication slot {source.slot!r} has lost the log it needs ({reason})",
-            f"{_REPAIR} So that it does not happen again, {_PREVENTION.get(state.invalidation or '', _KEEP_MORE)}.",
-        )
+    refuse_lost(source.slot, state)
     if state.confirmed_flush_lsn > applied:
         raise GateClosed(
             f"slot {source.slot!r} has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, but the sink"
             f" has applied only up to {format_lsn(applied)}: what lies between is lost to the stream",
-            _REPAIR,
+            REPAIR,
         )
     if state.wal_status == "unreserved":
         log.warning(
@@ -180,5 +188,5 @@ def _check_timeline(source: Source, record: Record, timeline: int, needed: int) 
         raise GateClosed(
             f"the source is on timeline {timeline}; timeline {recorded}, of which the sink has"
             f" {format_lsn(needed)}, {where}: the sink has what the source no longer has",
-            _REPAIR,
+            REPAIR,
         )

@@ -11,9 +11,10 @@ from typing import Any
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.grid import chunk_grid
 from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.state import State, read_heartbeats
 
 _FILE = "ledger.json"
 _KEPT = ("slot", "created_publication", "mode")
@@ -43,9 +44,22 @@ def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
         "sink": sink_of(pipeline).identity(),
         "identity": {name: record.identity[name] for name in _KEPT},
         "targets": {target.table.label: [target.schema, target.name] for target in record.targets},
+        "epoch": record.epoch,
     }
     state.write(_FILE, made | {"chunks": chunks})
     failpoint("after-ledger")
+
+
+def read_grid(state: State) -> list[dict[str, Any]]:
+    """How far the tables are, chunk by chunk, as :func:`.chunk_grid` returns it: for those who ask no server.
+
+    The rows of chunks that have been finished since the copy was written are not known here.
+    """
+    found = state.read(_FILE)
+    if found is None:
+        return []
+    planned = {(c["table"], c["index"]): (c["finished"], c["rows"]) for c in found["chunks"]}
+    return chunk_grid(planned, [beat for beat in read_heartbeats(state) if beat.epoch >= found["epoch"]])
 
 
 def read_ledger(pipeline: Pipeline, state: State) -> Ledger | None:

@@ -12,41 +12,33 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 import fsspec
-import psycopg2
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connect, describe, row, rows, scalar
+from airflow_cdc_provider.engine.connection import connect, describe, row, rows
 from airflow_cdc_provider.engine.errors import (
-    CdcError,
     ConfigError,
-    ConnectionFailed,
     ForeignTable,
-    GateClosed,
     MissingPrivilege,
-    ServerNotReady,
     SinkIsSource,
     StateUnwritable,
 )
-from airflow_cdc_provider.engine.locks import naming_holders
+from airflow_cdc_provider.engine.findings import Checks, Finding
+from airflow_cdc_provider.engine.metrics import require_client
 from airflow_cdc_provider.engine.privileges import (
     RECORDS_SCHEMA,
     SINK_FUNCTIONS,
-    SOURCE_FUNCTIONS,
     leaves_where,
     may_execute,
     may_read,
-    may_replicate,
     may_select,
     may_write,
     quoted_user,
@@ -54,70 +46,18 @@ from airflow_cdc_provider.engine.privileges import (
     takes_writes,
 )
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
+from airflow_cdc_provider.engine.readiness import check_settings, find_publication, may_create_publication
 from airflow_cdc_provider.engine.sinks.postgres_definition import CHANGELOG_COLUMNS
 
-T = TypeVar("T")
-
-MINIMUM_VERSION = 140000
 LONGEST_NAME = 63  # bytes
-# Shorter timeouts end the stream at every pause of the network; status goes out every third of it.
-SANE_SENDER_TIMEOUT_SECONDS = 5
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found.
-
-    :param check: the check's short name.
-    :param message: one sentence.
-    :param error: why the pipeline cannot run; ``None`` when the check passed or merely warns.
-    """
-
-    check: str
-    ok: bool
-    message: str
-    error: CdcError | None = None
-    warning: bool = False
-
-
-class _Warning(Exception):
-    """Raised by a check that has something to say but does not stand in the way."""
-
-
-@dataclass
-class _Checks:
-    """Runs checks and collects what they find."""
-
-    findings: list[Finding] = field(default_factory=list)
-
-    def run(self, check: str, function: Callable[[], T], describe: Callable[[T], str] = str) -> T | None:
-        """Run one check; ``describe`` puts its result into a sentence. ``None`` when it failed."""
-        try:
-            with naming_holders():
-                result = function()
-        except _Warning as e:
-            self.findings.append(Finding(check, True, str(e), warning=True))
-        except CdcError as e:
-            self.findings.append(Finding(check, False, f"{e.message}.", e))
-        except psycopg2.Error as e:
-            broken = ConnectionFailed(f"the check {check} failed: {str(e).strip()}", "Look into the server's log.")
-            self.findings.append(Finding(check, False, broken.message, broken))
-        else:
-            self.findings.append(Finding(check, True, describe(result)))
-            return result
-        return None
-
-    def passed(self, *checks: str) -> bool:
-        """Whether none of some checks has failed, as far as they have been run."""
-        return all(finding.ok for finding in self.findings if finding.check in checks)
 
 
 def preflight(pipeline: Pipeline) -> list[Finding]:
     """Check source, tables, publication, sink and state of a pipeline; changes nothing.
 
-    :returns: the findings in the order of the checks; pass them to :func:`require` to go on only if all is well.
+    :returns: the findings in the order of the checks; pass them to :func:`.require` to go on only if all is well.
     """
-    checks = _Checks()
+    checks = Checks()
     with ExitStack() as stack:
 
         def open_connection(role: str, dsn: str) -> Connection | None:
@@ -128,9 +68,7 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
 
         source = open_connection("source", pipeline.source.dsn)
         tables: tuple[Table, ...] | None = None
-        if source is not None and checks.run("version", partial(_version, source)) is not None:
-            for name, check in _SOURCE_CHECKS.items():
-                checks.run(name, partial(check, source, pipeline))
+        if source is not None and check_settings(checks, source, pipeline.source):
             tables = checks.run(
                 "tables",
                 lambda: resolve(source, pipeline.source.tables, pipeline.sink.mode),
@@ -152,121 +90,14 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
             checks.run("sink privileges", partial(may_write, sink, targets, pipeline.sink.mode))
             checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
     checks.run("state", partial(_state, pipeline.state))
+    if pipeline.metrics.prometheus is not None:
+        checks.run("metrics", partial(require_client, pipeline))
     return checks.findings
-
-
-def require(findings: Sequence[Finding]) -> None:
-    """Raise the error of the first finding that has one.
-
-    :raises CdcError: of the class that fits the finding.
-    """
-    for finding in findings:
-        if finding.error is not None:
-            raise finding.error
 
 
 def target_name(pipeline: Pipeline, table: Table) -> tuple[str, str]:
     """Schema and name of the target of a source table."""
     return pipeline.sink.schema.replace("{schema}", table.schema), table.name
-
-
-def _version(source: Connection) -> str:
-    version = source.info.parameter_status("server_version")
-    if source.info.server_version < MINIMUM_VERSION:
-        raise ServerNotReady(f"the source is Postgres {version}", "Upgrade it to Postgres 14 or newer.")
-    return f"The source is Postgres {version}."
-
-
-def _primary(source: Connection, pipeline: Pipeline) -> str:
-    if scalar(source, "SELECT pg_catalog.pg_is_in_recovery()"):
-        raise ServerNotReady("the source is a standby", "Give source.dsn the primary's address.")
-    return "The source is a primary."
-
-
-def _wal_level(source: Connection, pipeline: Pipeline) -> str:
-    level = scalar(source, "SELECT pg_catalog.current_setting('wal_level')")
-    if level != "logical":
-        raise ServerNotReady(
-            f"wal_level of the source is {level}, not logical",
-            "Run: ALTER SYSTEM SET wal_level = 'logical'; and restart the server "
-            "(on Amazon RDS set rds.logical_replication = 1 and reboot).",
-        )
-    return "wal_level is logical."
-
-
-def _slot(source: Connection, pipeline: Pipeline) -> str:
-    slot = pipeline.source.slot
-    found = rows(
-        source,
-        "SELECT plugin IS NOT DISTINCT FROM 'pgoutput' AND database = pg_catalog.current_database()"
-        " FROM pg_catalog.pg_replication_slots WHERE slot_name = %s",
-        [slot],
-    )
-    if found == [(False,)]:
-        raise GateClosed(
-            f"replication slot {slot!r} is not ours: it is not for pgoutput in this database",
-            "Give the pipeline another slot name (`source.slot`).",
-        )
-    used, limit = row(
-        source,
-        "SELECT (SELECT pg_catalog.count(*) FROM pg_catalog.pg_replication_slots),"
-        " pg_catalog.current_setting('max_replication_slots')::int",
-    )
-    if not found and used >= limit:
-        raise ServerNotReady(
-            f"no replication slot is free: {used} of max_replication_slots = {limit} are in use",
-            "Drop a slot that nobody reads, or raise max_replication_slots and restart the server.",
-        )
-    return f"Slot {slot!r} exists." if found else f"A replication slot is free ({used} of {limit} are in use)."
-
-
-def _sender(source: Connection, pipeline: Pipeline) -> str:
-    used, limit, is_ours = row(
-        source,
-        "SELECT (SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_replication),"
-        " pg_catalog.current_setting('max_wal_senders')::int,"
-        " EXISTS (SELECT FROM pg_catalog.pg_replication_slots WHERE slot_name = %s AND active)",
-        [pipeline.source.slot],
-    )
-    if used >= limit and not is_ours:
-        raise ServerNotReady(
-            f"no WAL sender is free: {used} of max_wal_senders = {limit} are in use",
-            "Raise max_wal_senders and restart the server.",
-        )
-    return f"{used} of {limit} WAL senders are in use."
-
-
-def _retention(source: Connection, pipeline: Pipeline) -> str:
-    limit = scalar(source, "SELECT pg_catalog.current_setting('max_slot_wal_keep_size')")
-    if limit == "-1":
-        raise _Warning(
-            "max_slot_wal_keep_size is -1: while the pipeline stands still, its slot keeps WAL until the source's "
-            "disk is full; watch the slot, or set a limit (beyond which the pipeline has to read all tables again)."
-        )
-    return f"A slot keeps at most {limit} of WAL; a pipeline that falls further behind has to read all tables again."
-
-
-def _sender_timeout(source: Connection, pipeline: Pipeline) -> str:
-    shown, seconds = row(
-        source,
-        "SELECT pg_catalog.current_setting('wal_sender_timeout'),"
-        " setting::int8 / 1000.0 FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout'",
-    )
-    if seconds == 0:
-        raise _Warning("wal_sender_timeout is 0: a broken connection holds the slot for ever; 60s is usual.")
-    if seconds < SANE_SENDER_TIMEOUT_SECONDS:
-        raise _Warning(f"wal_sender_timeout is {shown}: short pauses will end the stream; 60s is usual.")
-    return f"wal_sender_timeout is {shown}."
-
-
-def _encoding(source: Connection, pipeline: Pipeline) -> str:
-    encoding = scalar(source, "SELECT pg_catalog.getdatabaseencoding()")
-    if encoding in ("SQL_ASCII", "MULE_INTERNAL"):
-        raise ServerNotReady(
-            f"the source database has encoding {encoding}, from which there is no sure way to UTF-8",
-            "Move the data to a database with encoding UTF8.",
-        )
-    return f"The source database has encoding {encoding}."
 
 
 def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
@@ -285,38 +116,15 @@ def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[T
     quoted = sql.Identifier(name).as_string(source)
     statement = publication_sql(source, name, tables)
     not_owned = leaves_where(source, tables, "NOT pg_catalog.pg_has_role(c.relowner, 'USAGE')")
-    found = rows(
-        source,
-        "SELECT pubinsert AND pubupdate AND pubdelete AND pubtruncate AND NOT pubviaroot,"
-        " pg_catalog.pg_has_role(pubowner, 'USAGE') FROM pg_catalog.pg_publication WHERE pubname = %s",
-        [name],
-    )
-    if not found:
-        user, absent = quoted_user(source), f"publication {name!r} does not exist"
+    is_ours = find_publication(source, name)
+    if is_ours is None:
         if not_owned:
             raise MissingPrivilege(
-                f"{absent}, and role {user} cannot create it because it does not own {', '.join(not_owned)}",
+                f"publication {name!r} does not exist, and role {quoted_user(source)} cannot create it because it does"
+                f" not own {', '.join(not_owned)}",
                 f"Let the tables' owner, with CREATE on the database, or a superuser run: {statement}",
             )
-        database, create = row(
-            source,
-            "SELECT pg_catalog.quote_ident(d), pg_catalog.has_database_privilege(d, 'CREATE')"
-            " FROM pg_catalog.current_database() AS d",
-        )
-        if not create:
-            raise MissingPrivilege(
-                f"{absent}, and role {user} cannot create it because it lacks CREATE on the database",
-                f"Run: GRANT CREATE ON DATABASE {database} TO {user};",
-            )
-        takes_writes(source)
-        return f"Publication {name!r} can be created."
-    complete, is_ours = found[0]
-    if not complete:
-        raise ServerNotReady(
-            f"publication {name!r} does not publish all operations, or publishes partitions as their root",
-            f"Run: ALTER PUBLICATION {quoted} SET (publish = 'insert, update, delete, truncate', "
-            "publish_via_partition_root = false);",
-        )
+        return may_create_publication(source, name)
     missing, different = published_otherwise(source, name, tables)
     fixed = published_otherwise(source, name, settled)[1]
     if fixed or ((missing or different) and (not_owned or not is_ours)):
@@ -430,18 +238,6 @@ def _list_nearest(url: str) -> None:
             path = parent
 
 
-_SOURCE_CHECKS: dict[str, Callable[[Connection, Pipeline], str]] = {
-    "primary": _primary,
-    "wal_level": _wal_level,
-    "slot": _slot,
-    "wal sender": _sender,
-    # After it, since this takes a sender for a moment.
-    "replication": lambda source, pipeline: may_replicate(source, pipeline.source.dsn),
-    "functions": lambda source, pipeline: may_execute(source, SOURCE_FUNCTIONS),
-    "wal retention": _retention,
-    "wal_sender_timeout": _sender_timeout,
-    "encoding": _encoding,
-}
 _TABLE_CHECKS: dict[str, Callable[[Connection, Pipeline, Sequence[Table]], str]] = {
     "select": lambda source, pipeline, tables: may_read(source, tables),
     "row security": lambda source, pipeline, tables: sees_all_rows(source, tables),

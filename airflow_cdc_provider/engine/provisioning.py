@@ -27,6 +27,7 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.findings import require
 from airflow_cdc_provider.engine.gate import gate, require_primary
 from airflow_cdc_provider.engine.ledger import Ledger, read_ledger, write_ledger
 from airflow_cdc_provider.engine.publication import (
@@ -59,7 +60,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
     state = State(pipeline.state)
     if read_ledger(pipeline, state) is not None:
         existing_record(pipeline)  # there has been one
-    checks.require(checks.preflight(pipeline))
+    require(checks.preflight(pipeline))
     sink, names = sink_of(pipeline), pipeline.source
     with connected(names.dsn) as source:
         claim(source, pipeline.name, takeover)

@@ -1,10 +1,19 @@
-"""Requests to read tables again, left in the state for the live stream, which carries them out between two units."""
+"""Requests to read tables again, left in the state for the live stream, which carries them out between two units.
+
+A request is a file with a name that its author may have chosen before, so that an author who was killed finds it again.
+It stays as long as something of it has not been done, and says what it waits for; in its place comes the outcome, which
+says how it ended. An author withdraws what nobody is there to do, and does it himself. That two do the same in between
+is harmless: rows that are read twice are the source's rows.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict
+from enum import StrEnum
+from typing import Any
 
 from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.config import Pipeline, TableRule
@@ -12,6 +21,7 @@ from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, i
 from airflow_cdc_provider.engine.errors import (
     Blocked,
     CannotFollow,
+    CdcError,
     ConfigError,
     ForeignTable,
     MissingPrivilege,
@@ -19,26 +29,87 @@ from airflow_cdc_provider.engine.errors import (
     TargetConflict,
     ValueRefused,
 )
+from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.reread import read_again
-from airflow_cdc_provider.engine.run import Run, existing_record, record_error
+from airflow_cdc_provider.engine.run import STREAM, Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.state import State, read_heartbeats
+
+MOST_OUTCOMES = 200
 
 _REQUESTS = "requests"
+_OUTCOMES = "outcomes"
 
 
-def request(pipeline: Pipeline, tables: list[str], where: str | None) -> str:
+class Standing(StrEnum):
+    """How a request stands, for who waits for it."""
+
+    ENDED = "ended"
+    """It has an outcome."""
+    BUSY = "busy"
+    """Somebody is at work who will carry it out, or whose end has to be awaited."""
+    FREE = "free"
+    """It has not been left, and can be: a stream lives, or nobody who is in the way of doing it oneself."""
+    ORPHANED = "orphaned"
+    """It has been left, and nobody lives who would carry it out."""
+
+
+def new_name() -> str:
+    """A name for a request; later ones sort behind earlier ones."""
+    return f"{time.time():.6f}-{uuid.uuid4().hex[:8]}"
+
+
+def request(pipeline: Pipeline, tables: list[str], where: str | None, name: str | None = None) -> str:
     """Leave a request to read tables again, or for the first time; the live stream takes it between two units.
 
     The rules of the file go with it, since it may have been edited after the stream began.
 
     :param where: read only the rows that match this SQL condition on either side.
+    :param name: one of :func:`new_name`; leaving it twice is leaving it once.
     :returns: the name of the request.
     """
-    name = f"{_REQUESTS}/{time.time():.6f}-{uuid.uuid4().hex[:8]}.json"
+    name = name or new_name()
     rules = [asdict(rule) for rule in pipeline.source.tables]
-    State(pipeline.state).write(name, {"tables": tables, "where": where, "rules": rules})
+    State(pipeline.state).write(_file(_REQUESTS, name), {"tables": tables, "where": where, "rules": rules})
+    failpoint("after-request")
     return name
+
+
+def withdraw(state: State, name: str) -> bool:
+    """Take a request back; a stream that is reading for it finishes that table.
+
+    :returns: whether it was still there.
+    """
+    there = state.read(_file(_REQUESTS, name)) is not None
+    state.remove(_file(_REQUESTS, name))
+    return there
+
+
+def outcome(state: State, name: str) -> dict[str, Any] | None:
+    """How a request ended: ``rows`` by table, ``ended_at`` in seconds since 1970, and ``error`` with kind, message,
+    solution and retry if a table could not be read. ``None`` while it has not ended, and when that is long ago: of
+    more than :data:`MOST_OUTCOMES` the older half is forgotten."""
+    return state.read(_file(_OUTCOMES, name))
+
+
+def waiting(state: State, name: str) -> str | None:
+    """What a request waits for, as far as the stream has said so."""
+    found = state.read(_file(_REQUESTS, name))
+    return found.get("waiting") if found else None
+
+
+def standing(state: State, name: str) -> Standing:
+    """Tell how a request stands."""
+    if outcome(state, name) is not None:
+        return Standing.ENDED
+    alive = [beat.part for beat in read_heartbeats(state) if beat.alive]
+    if state.read(_file(_REQUESTS, name)) is not None:
+        return Standing.BUSY if alive else Standing.ORPHANED
+    return Standing.FREE if STREAM in alive or not alive else Standing.BUSY
+
+
+def _file(folder: str, name: str) -> str:
+    return f"{folder}/{name}.json"
 
 
 def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, str | None]:
@@ -50,31 +121,55 @@ def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, s
     :returns: whether anything has been read again, and what requests wait for.
     :raises StreamFailed: when a connection is lost, or a server has no room.
     """
-    done, waiting = False, None
-    for name in run.state.names(_REQUESTS):
-        wanted = run.state.read(name)
-        blocked = []
-        if wanted:
-            run.capture(tuple(map(TableRule.from_dict, wanted["rules"])))
-        for label in wanted["tables"] if wanted else ():
+    done, waits = False, None
+    for file in run.state.names(_REQUESTS):
+        wanted = run.state.read(file)
+        if wanted is None:  # withdrawn
+            continue
+        run.capture(tuple(map(TableRule.from_dict, wanted["rules"])))
+        rows, error, blocked = dict(wanted.get("rows", {})), wanted.get("error"), []
+        for label in wanted["tables"]:
             try:
-                read_again(run, record, label, barriers, wanted["where"] if wanted else None)
+                rows[label] = read_again(run, record, label, barriers, wanted["where"])
                 record, done = existing_record(run.pipeline), True
             except (Blocked, SchemaChanged) as e:
-                waiting = e.message
+                waits = e.message
                 blocked.append(label)
             except DRIVER_ERRORS as e:
                 failure = driver_failure(e, f"reading {label} again")
                 if is_outage(e):
                     raise failure from e
-                record_error(run.state, failure)
+                error = _give_up(run, failure)
             except (ConfigError, CannotFollow, ForeignTable, MissingPrivilege, TargetConflict, ValueRefused) as e:
-                record_error(run.state, e)
-        if wanted and blocked:
-            run.state.write(name, wanted | {"tables": blocked})
-        else:
-            run.state.remove(name)
-    return done, waiting
+                error = _give_up(run, e)
+        told = {"rows": rows} | ({"error": error} if error else {})
+        if not blocked:
+            _end(run.state, file, told)
+        elif run.state.read(file) == wanted:  # else it has been withdrawn, or left again
+            postponed = wanted | told | {"tables": blocked, "waiting": waits}
+            if postponed != wanted:
+                run.state.write(file, postponed)
+    return done, waits
+
+
+def _give_up(run: Run, error: CdcError) -> dict[str, str]:
+    """Say in the state that a table cannot be read; what an outcome says of it."""
+    run.record_error(error)
+    return error.as_dict() | {"retry": error.retry.value}
+
+
+def _end(state: State, file: str, told: Mapping[str, Any]) -> None:
+    """Put the outcome in the place of a request, and forget those that ended long ago."""
+    failpoint("before-outcome")
+    state.write(f"{_OUTCOMES}/{file.rpartition('/')[2]}", {**told, "ended_at": time.time()})
+    failpoint("after-outcome")
+    state.remove(file)
+    outcomes = state.names(_OUTCOMES)
+    if len(outcomes) > MOST_OUTCOMES:
+        # Not by their names, which say when they were left: who waits for the last one would not find it.
+        outcomes.sort(key=lambda name: (state.read(name) or {}).get("ended_at", 0.0))
+        for old in outcomes[: -MOST_OUTCOMES // 2]:
+            state.remove(old)
 
 
 def requested(run: Run, label: str) -> bool:

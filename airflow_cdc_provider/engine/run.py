@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -19,21 +20,45 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from airflow_cdc_provider.engine import submission
 from airflow_cdc_provider.engine.budget import Budget, BudgetWatch
 from airflow_cdc_provider.engine.config import Pipeline, TableRule
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError, Fenced, GateClosed, SecondWriter, StateUnwritable
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ConnectionFailed,
+    ExitCode,
+    Fenced,
+    GateClosed,
+    SecondWriter,
+    StateUnwritable,
+    StreamFailed,
+)
 from airflow_cdc_provider.engine.gate import Passage, gate, require_primary
+from airflow_cdc_provider.engine.history import History
+from airflow_cdc_provider.engine.lag import Lag
+from airflow_cdc_provider.engine.metrics import require_client, serving
 from airflow_cdc_provider.engine.sinks.base import Record, Sink
 from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
-from airflow_cdc_provider.engine.slot import end_walsender, read_slot, reader_name, wait_until
-from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot, reader_name, wait_until
+from airflow_cdc_provider.engine.state import (
+    STALE_SECONDS,
+    Heartbeat,
+    Owner,
+    State,
+    forget_heartbeats,
+    read_heartbeats,
+    write_heartbeat,
+)
 
 STREAM, RESNAPSHOT = "stream", "resnapshot"
 """Names of parts of a run."""
 _log = logging.getLogger(__name__)
 _BEAT_SECONDS = 2.0
 _RELEASE_SECONDS = 5.0
+KILL_SECONDS = 4.0
+"""So long a job that is to be killed may take to end its unit."""
 _STOP = "stop.json"
 _ERROR = "error.json"
 
@@ -76,7 +101,7 @@ def refuse_second_writer(state: State, epoch: int, part: str | None, takeover: b
     """
     for beat in read_heartbeats(state):
         working = beat.alive and beat.owner != Owner.this() and beat.epoch >= epoch
-        if working and part in (None, beat.part) and not takeover:
+        if working and part in (None, beat.part) and not takeover and not submission.given_up(state, beat.submission):
             raise SecondWriter(
                 f"{beat.owner} is working on this pipeline ({beat.part}, epoch {beat.epoch},"
                 f" last heartbeat {time.time() - beat.at:.0f} s ago)",
@@ -160,7 +185,15 @@ class Run:
         self.epoch = epoch
         self.sink = sink_of(pipeline, part)
         self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot)
+        self.history = History(state, part, epoch)
+        self.lag = Lag()
         self.progress: dict[str, Any] = {}
+        self.restarts = 0
+        self.metrics_port: int | None = None
+        self._application: str | None = None
+        self._ui: str | None = None
+        self._submission = os.environ.get(submission.VARIABLE)
+        self._unwanted_since: float | None = None
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._beaten = 0.0
@@ -183,14 +216,48 @@ class Run:
         """Work by other rules for the source's tables from now on: the file has been edited meanwhile."""
         self.pipeline = replace(self.pipeline, source=replace(self.pipeline.source, tables=rules))
 
+    def name_application(self, application: str, ui: str | None) -> None:
+        """Say from now on which Spark application the part is, and at which address its web UI is."""
+        self._application, self._ui = application, ui
+
+    def look_at_slot(self) -> SlotState | None:
+        """Look how far the slot is; ``None`` when there is none, or the source cannot be reached."""
+        source = self.pipeline.source
+        with contextlib.suppress(ConnectionFailed, *DRIVER_ERRORS), connected(source.dsn) as connection:
+            found = read_slot(connection, source.slot)
+            if found is not None:
+                self.lag.see(found)
+            return found
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """The progress of the part, see ``status``."""
+        return {**self.progress, **self.lag.as_dict(), "restarts": self.restarts}
+
     def beat(self, ended: bool = False) -> None:
         """Write the heartbeat and look for a request to stop."""
-        write_heartbeat(
-            self.state, Heartbeat(Owner.this(), self.part, self.epoch, time.time(), ended, dict(self.progress))
+        owner = Owner.this()
+        heartbeat = Heartbeat(
+            owner,
+            self.part,
+            self.epoch,
+            time.time(),
+            ended,
+            self.report(),
+            self._submission,
+            self._application,
+            self._ui,
         )
+        write_heartbeat(self.state, heartbeat)
         request = self.state.read(_STOP)
-        if request is not None and asdict(Owner.this()) in request["owners"]:
+        if request is not None and asdict(owner) in request["owners"]:
             self._stop.set()
+        if self._submission is not None:
+            asked = submission.askers(self.state, self._submission)
+            if asked:
+                self._stop.set()
+            if asked & submission.KILLERS and self._unwanted_since is None:
+                self._unwanted_since = time.monotonic()
         self._beaten = time.monotonic()
 
     def note(self, record: Record, passage: Passage) -> dict[str, Any]:
@@ -220,6 +287,34 @@ class Run:
         """Beat until the part ends; runs in a thread."""
         while self._beat_lost is None and not self._ended.wait(_BEAT_SECONDS):
             self.try_beat()
+            since = self._unwanted_since
+            if since is not None and time.monotonic() - since >= KILL_SECONDS and not self._ended.is_set():
+                self._abandon()
+            if self.history.due:
+                self.remember()
+
+    def _abandon(self) -> None:
+        """End this process, whatever it is at. On a cluster nobody else can be relied on to do it."""
+        error = StreamFailed(
+            f"{self.part} was broken off {KILL_SECONDS:g} seconds after it had been asked to end",
+            "Start again: what has been committed stays.",
+        )
+        # Also when the state keeps it waiting.
+        threading.Timer(KILL_SECONDS, os._exit, [int(ExitCode.FAILED)]).start()
+        try:
+            submission.end(self.state, self._submission or "", error=submission.as_outcome(error))
+        finally:
+            os._exit(ExitCode.FAILED)
+
+    def remember(self) -> None:
+        """Write what has been done since the last time into the history."""
+        self.history.sample(self.report())
+        self.history.write()
+
+    def record_error(self, error: CdcError) -> None:
+        """Leave an error where ``status`` and Airflow find it; the part itself may go on."""
+        self.history.error(error)
+        self.state.write(_ERROR, _as_recorded(error))
 
     def end(self) -> None:
         """Stop beating."""
@@ -235,7 +330,9 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     :raises SecondWriter: when another process works on it.
     :raises Fenced: when ``epoch`` is no longer the pipeline's.
     :raises GateClosed: when the source cannot continue the sink's record.
+    :raises ConfigError: when it is to serve metrics, and cannot.
     """
+    require_client(pipeline)
     state = State(pipeline.state)
     existing_record(pipeline)  # without one there is no state yet, in which an error could be left
     try:
@@ -243,24 +340,27 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     except (SecondWriter, Fenced):
         raise  # the state is the other run's
     except CdcError as e:
-        record_error(state, e)
+        record_error(state, part, e)
         raise
     run = Run(pipeline, state, part, record.epoch)
+    run.lag = Lag(record.applied, record.advanced)
     state.remove(_ERROR)
+    forget_heartbeats(state, record.epoch, "snapshot-")
     run.beat()
     thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)
     thread.start()
-    with _signals(run):
+    with _signals(run), serving(pipeline, part, run.epoch, run.report) as run.metrics_port:
         try:
             yield run, record
             if part == STREAM and "restart" not in run.progress:  # else a server is out of reach
                 _note_slot(run)
         except CdcError as e:
-            record_error(state, e)
+            run.record_error(e)
             raise
         finally:
             run.end()
             thread.join()
+            run.remember()
             with contextlib.suppress(CdcError):  # the part's own error, if any, says more
                 run.beat(ended=True)
 
@@ -322,9 +422,16 @@ def rejoin(run: Run) -> Record:
     return record
 
 
-def record_error(state: State, error: CdcError) -> None:
-    """Leave an error where ``status`` and Airflow find it."""
-    state.write(_ERROR, error.as_dict() | {"retry": error.retry.value})
+def record_error(state: State, part: str, error: CdcError) -> None:
+    """Leave an error where ``status`` and Airflow find it: for a part, or a command, that is no :class:`Run`."""
+    history = History(state, part)
+    history.error(error)
+    history.write()
+    state.write(_ERROR, _as_recorded(error))
+
+
+def _as_recorded(error: CdcError) -> dict[str, str]:
+    return error.as_dict() | {"retry": error.retry.value}
 
 
 def last_error(state: State) -> dict[str, Any] | None:
@@ -333,14 +440,22 @@ def last_error(state: State) -> dict[str, Any] | None:
 
 
 def request_stop(state: State) -> list[str]:
-    """Ask the jobs that are alive, and none that comes later, to end after their current unit.
+    """Ask the jobs that are alive to end after their current unit, and Airflow not to begin again those that died.
+
+    Jobs that come later are not concerned.
 
     :returns: the parts that were asked.
     """
     alive = [beat for beat in read_heartbeats(state) if beat.alive]
-    if alive:
-        state.write(_STOP, {"owners": [asdict(beat.owner) for beat in alive]})
-    return [beat.part for beat in alive]
+    owners = [asdict(beat.owner) for beat in alive if beat.submission is None]
+    if owners:
+        state.write(_STOP, {"owners": owners})
+    submitted = {each.id: each.part for each in submission.awaited(state)}
+    # One that is alive need not be the latest of its part: another Dag may have begun one, and failed.
+    submitted |= {beat.submission: beat.part for beat in alive if beat.submission is not None}
+    for id_ in submitted:
+        submission.ask_to_stop(state, id_, submission.Asker.USER)
+    return sorted({*(beat.part for beat in alive), *submitted.values()})
 
 
 @contextmanager

@@ -8,7 +8,7 @@ chunk does not see, the stream delivers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,7 +55,10 @@ class Identity:
 class SlotState:
     """A row of ``pg_replication_slots``; LSNs as integers, ``retained`` in bytes.
 
-    :param invalidation: why the server has given the slot up, where it says so (17 and newer).
+    :param invalidation: why the server has given the slot up, where it says so (17 and newer; 16 says the same
+        ``conflicting`` for every reason).
+    :param temporary: whether it goes with its session.
+    :param idle_seconds: how long nobody has read from it, where the server says so (17 and newer).
     """
 
     plugin: str | None
@@ -67,6 +70,18 @@ class SlotState:
     wal_status: str | None
     retained: int
     invalidation: str | None = None
+    temporary: bool = False
+    idle_seconds: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing can be read from it any more."""
+        return self.wal_status == "lost" or self.invalidation is not None
+
+    @property
+    def end(self) -> int:
+        """The end of the log when the slot was read, as far as the server had written it to its disk."""
+        return self.restart_lsn + self.retained
 
     def as_dict(self) -> dict[str, Any]:
         """The ``slot`` object of ``status``."""
@@ -79,21 +94,43 @@ class SlotState:
         }
 
 
+@dataclass(frozen=True)
+class Slots:
+    """All slots of a server at one moment.
+
+    :param end: end of the log that the server has written to its disk; of a standby, what it has replayed.
+    :param states: by name.
+    """
+
+    end: int
+    states: Mapping[str, SlotState]
+
+
+# By way of JSON where columns differ between versions of Postgres.
+_SLOTS = """
+    SELECT log.lsn::text, slot_name, plugin, database, active, active_pid, coalesce(restart_lsn, '0/0')::text,
+        coalesce(confirmed_flush_lsn, '0/0')::text, wal_status,
+        coalesce(pg_wal_lsn_diff(log.lsn, restart_lsn), 0)::bigint,
+        to_jsonb(s) ->> 'invalidation_reason', temporary,
+        extract(epoch FROM clock_timestamp() - (to_jsonb(s) ->> 'inactive_since')::timestamptz)::float8
+    FROM (SELECT CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_flush_lsn() END)
+        AS log (lsn) LEFT JOIN pg_replication_slots s ON true
+"""
+
+
+def read_slots(connection: Connection) -> Slots:
+    """Return the states of all slots of a server, by one query."""
+    found = rows(connection, _SLOTS)
+    states = {}
+    for _, name, plugin, database, active, pid, restart, confirmed, *rest in found:
+        if name is not None:
+            states[name] = SlotState(plugin, database, active, pid, parse_lsn(restart), parse_lsn(confirmed), *rest)
+    return Slots(parse_lsn(found[0][0]), states)
+
+
 def read_slot(connection: Connection, slot: str) -> SlotState | None:
     """Return the state of a slot, ``None`` when there is none of that name."""
-    found = rows(
-        connection,
-        "SELECT plugin, database, active, active_pid, coalesce(restart_lsn, '0/0')::text,"
-        " coalesce(confirmed_flush_lsn, '0/0')::text, wal_status,"
-        " coalesce(pg_wal_lsn_diff(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn()"
-        " ELSE pg_current_wal_flush_lsn() END, restart_lsn), 0)::bigint, to_jsonb(s) ->> 'invalidation_reason'"
-        " FROM pg_replication_slots s WHERE slot_name = %s",
-        [slot],
-    )
-    if not found:
-        return None
-    plugin, database, active, pid, restart, confirmed, *rest = found[0]
-    return SlotState(plugin, database, active, pid, parse_lsn(restart), parse_lsn(confirmed), *rest)
+    return read_slots(connection).states.get(slot)
 
 
 def is_ours(connection: Connection, state: SlotState) -> bool:

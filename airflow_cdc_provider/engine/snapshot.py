@@ -8,11 +8,11 @@ record knows which chunks are finished.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -25,6 +25,8 @@ from airflow_cdc_provider.engine.drift import look
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.evolution import Refuse, decide
+from airflow_cdc_provider.engine.grid import Place, ranges
+from airflow_cdc_provider.engine.groups import Range
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import Read, SnapshotReader, plan_read
 from airflow_cdc_provider.engine.reread import adopt, insist, target_of
@@ -44,30 +46,63 @@ class ChunkTask:
     chunk: Chunk
     read: Read
 
+    @property
+    def place(self) -> Place:
+        """By what the chunk is told from all others."""
+        return self.chunk.table, self.chunk.index
+
 
 @dataclass(frozen=True)
 class SnapshotProgress:
-    """How far a snapshot is; ``seconds`` since the job began."""
+    """How far a snapshot is.
+
+    :param chunks: how many the job has to copy.
+    :param finished: those that are copied, by table and index.
+    :param rows: rows written.
+    :param seconds: since the job began.
+    :param running: the chunks that are being copied, as many as ``snapshot.parallelism`` at most.
+    """
 
     chunks: int
-    finished: int
-    rows: int
-    seconds: float
+    finished: frozenset[Place] = frozenset()
+    rows: int = 0
+    seconds: float = 0.0
+    running: frozenset[Place] = frozenset()
 
     def plus(self, further: SnapshotProgress) -> SnapshotProgress:
         """The progress after a further attempt at what this one has left unfinished."""
         return SnapshotProgress(
-            self.chunks, self.finished + further.finished, self.rows + further.rows, self.seconds + further.seconds
+            self.chunks,
+            self.finished | further.finished,
+            self.rows + further.rows,
+            self.seconds + further.seconds,
+            further.running,
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """The progress as JSON values; ``eta_seconds`` is ``None`` before a chunk is finished."""
+        finished = len(self.finished)
+        return {
+            "chunks": self.chunks,
+            "finished": finished,
+            "rows": self.rows,
+            "seconds": self.seconds,
+            "rows_per_second": round(self.rows / self.seconds) if self.seconds else 0,
+            "eta_seconds": round(self.seconds / finished * (self.chunks - finished)) if finished else None,
+            "finished_chunks": ranges(self.finished),
+            "running_chunks": ranges(self.running),
+        }
 
-def choose_chunks(record: Record, group: int, groups: int) -> tuple[Chunk, ...]:
-    """The unfinished chunks of one of several groups, which take turns within a table.
 
-    A chunk's group never changes: it does not depend on what other chunks and tables there are, which do.
-    """
+def choose_chunks(record: Record, within: Sequence[Range] | None = None) -> tuple[Chunk, ...]:
+    """The unfinished chunks within some ranges; of all tables by default."""
     unfinished = (c.chunk for c in record.chunks if c.keys is None and c.watermark is None)
-    return tuple(c for c in unfinished if (zlib.crc32(c.table.encode()) + c.index) % groups == group)
+    if within is None:
+        return tuple(unfinished)
+    wanted: dict[str, list[tuple[int, int]]] = {}
+    for table, first, last in within:
+        wanted.setdefault(table, []).append((first, last))
+    return tuple(c for c in unfinished if any(first <= c.index <= last for first, last in wanted.get(c.table, ())))
 
 
 def copy_chunks(
@@ -97,8 +132,9 @@ def copy_chunks(
             )
             for chunk in chunks
         ]
-    started = time.monotonic()
-    finished = rows = 0
+    started = looked = time.monotonic()
+    finished: set[Place] = set()
+    rows = 0
     changed: dict[str, Target] = {}
 
     def copy(task: ChunkTask) -> int | CdcError | None:
@@ -111,8 +147,11 @@ def copy_chunks(
             return _task_failure(task, e)
         return result
 
+    def progress(running: frozenset[Place] = frozenset()) -> SnapshotProgress:
+        return SnapshotProgress(len(tasks), frozenset(finished), rows, time.monotonic() - started, running)
+
     with ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool:
-        submitted = {pool.submit(copy, task): task.target for task in tasks}
+        submitted = {pool.submit(copy, task): task for task in tasks}
         waiting = set(submitted)
         try:
             while waiting:
@@ -120,20 +159,24 @@ def copy_chunks(
                 for future in ready:
                     result = future.result()
                     if isinstance(result, SchemaChanged):
-                        target = submitted[future]
+                        target = submitted[future].target
                         changed[target.table.label] = target
                     elif isinstance(result, CdcError):
                         raise result
                     elif result is not None:
-                        finished += 1
+                        finished.add(submitted[future].place)
                         rows += result
                 run.check()
-                report(SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started))
+                if time.monotonic() - looked >= pipeline.stream.heartbeat:
+                    looked = time.monotonic()
+                    run.look_at_slot()
+                running = frozenset(submitted[future].place for future in waiting if future.running())
+                report(progress(running))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # after an error, chunks that have not begun stay so
     for target in changed.values():
         rows += readopt(run, target)
-    return SnapshotProgress(len(tasks), finished, rows, time.monotonic() - started)
+    return progress()
 
 
 def readopt(run: Run, target: Target) -> int:

@@ -136,6 +136,7 @@ class Stage:
             net.split_truncates,
             self.high,
             {c.relation.oid: int(c.xid[c.op == ord("t")][-1]) for c in decoded if (c.op == ord("t")).any()},
+            net.changes,
         )
 
 

@@ -11,9 +11,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -26,6 +27,7 @@ from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed, TableLocked
 from airflow_cdc_provider.engine.gate import Passage, gate
 from airflow_cdc_provider.engine.locks import naming_holders
+from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
@@ -46,19 +48,40 @@ class StreamProgress:
     :param applied: LSN durable in the sink.
     :param changes: row changes committed by this job.
     :param seconds: time spent in batches that held changes.
+    :param tables: the changes by table, of the tables that are captured.
+    :param batch_seconds: time spent in the last batch that held changes, ``None`` before there was one.
     :param waiting: what other transactions hold up: see :attr:`.Units.waiting`, or the look at the catalog.
     """
 
     applied: int
-    changes: int
-    seconds: float
+    changes: int = 0
+    seconds: float = 0.0
+    tables: Mapping[str, int] = field(default_factory=dict)
+    batch_seconds: float | None = None
     waiting: str | None = None
 
     def plus(self, further: StreamProgress) -> StreamProgress:
         """The progress after a further attempt, which begins where this one ended."""
         return StreamProgress(
-            further.applied, self.changes + further.changes, self.seconds + further.seconds, further.waiting
+            further.applied,
+            self.changes + further.changes,
+            self.seconds + further.seconds,
+            Counter(self.tables) + Counter(further.tables),
+            self.batch_seconds if further.batch_seconds is None else further.batch_seconds,
+            further.waiting,
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The progress as JSON values."""
+        values = {
+            "applied_lsn": format_lsn(self.applied),
+            "changes": self.changes,
+            "seconds": self.seconds,
+            "rows_per_second": round(self.changes / self.seconds) if self.seconds else 0,
+            "tables": dict(self.tables),
+            "batch_seconds": self.batch_seconds,
+        }
+        return values | ({"waiting": self.waiting} if self.waiting else {})
 
 
 class StreamJob:
@@ -131,7 +154,14 @@ class StreamJob:
 
     def _progress(self) -> StreamProgress:
         units = self._units
-        return StreamProgress(units.applied, units.changes, units.seconds, units.waiting or self._unseen)
+        return StreamProgress(
+            units.applied,
+            units.changes,
+            units.seconds,
+            units.tables.copy(),
+            units.unit_seconds,
+            units.waiting or self._unseen,
+        )
 
     def _source_options(self) -> SourceOptions:
         pipeline = self._pipeline
@@ -168,6 +198,7 @@ class StreamJob:
         self._origin.require(row(source, f"SELECT {QUERY}"), self._pipeline.source.dsn)
         passage = gate(source, self._pipeline.source, self._units.record, lambda: self._units.applied)
         self._seen, self._passage = self._passage, passage
+        self._run.lag.see(passage.slot)
         return passage.slot
 
     def _terminated(self, query: StreamingQuery) -> bool:
@@ -188,6 +219,8 @@ class StreamJob:
 
         def acknowledged() -> bool:
             state = read_slot(source, slot)
+            if state is not None:
+                self._run.lag.see(state)
             return state is None or state.confirmed_flush_lsn >= applied or self._terminated(query)
 
         wait_until(acknowledged, _ACKNOWLEDGE_SECONDS)

@@ -100,7 +100,9 @@ class Units:
     :ivar record: the sink's commit record, as last read.
     :ivar applied: LSN durable in the sink.
     :ivar changes: row changes committed.
+    :ivar tables: the same by table.
     :ivar seconds: time spent in units that held changes.
+    :ivar unit_seconds: the last of them.
     :ivar refusal: why the stream cannot go on beyond what is applied, ``None`` while it can.
     :ivar waiting: what other transactions hold up: re-reads that the stream leaves for later, or the unit at hand.
     :ivar halted: set from outside to end a wait.
@@ -110,19 +112,23 @@ class Units:
         self.record = record
         self.applied = record.applied
         self.changes = 0
+        self.tables: Counter[str] = Counter()
         self.seconds = 0.0
+        self.unit_seconds: float | None = None
         self.refusal: CannotFollow | None = None
         self.waiting: str | None = None
         self.halted = False
         self._barriers = Barriers()
         self._run = run
         self._parts: list[StagedPiece] = []
+        self._spent = 0.0
         self._since = 0
         self._catalog = ""
         self._found: Mapping[str, Table | CdcError] = {}
         self._drift: _Drift | None = None
         self._truncates: dict[int, int] = {}
         self._looking = threading.Lock()  # also beside the batches, by the thread that watches them
+        run.lag.advance(self.applied)
 
     def done(self, target: int | None) -> bool:
         """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
@@ -185,6 +191,7 @@ class Units:
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
             self._parts += staged
+            self._spent += time.monotonic() - started
             return
         if end.lsn <= self.applied:  # Spark begins a query with a batch, whether or not anything has come
             return
@@ -207,10 +214,19 @@ class Units:
         self._parts = []
         self._barriers.passed(_xids(unit))
         self.applied = max(self.applied, end.lsn)
+        self._run.lag.advance(self.applied)
+        self._count(unit, self._spent + time.monotonic() - started, end.lsn)
+        self._spent = 0.0
+
+    def _count(self, unit: list[StagedPiece], seconds: float, end: int) -> None:
         changes = sum(piece.changes for piece in unit)
         if changes:
             self.changes += changes
-            self.seconds += time.monotonic() - started
+            for piece in unit:
+                self.tables.update(piece.changes_by_table)
+            self.seconds += seconds
+            self.unit_seconds = seconds
+            self._run.history.batch(changes, seconds, end)
 
     def _stage(self, pieces: DataFrame, batch: int, before: int | None) -> list[StagedPiece]:
         filters = open_filters(self.record, self.applied)

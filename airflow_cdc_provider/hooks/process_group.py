@@ -10,68 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import stat
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 import psutil
 
 # The guard ignores the signals that end the others, and goes last with the KILL to its own group.
-_GUARD = "trap '' TERM INT HUP; read -r line; kill -TERM 0; sleep 3; kill -KILL 0"
+_GUARD = 'trap \'\' TERM INT HUP; read -r line; kill -TERM 0; sleep 3; [ -z "$1" ] || rm -rf -- "$1"; kill -KILL 0'
 _POLL_SECONDS = 0.05
-_SUPERVISOR_SECONDS = 1.0
-
-
-@contextmanager
-def ending_with_supervisor() -> Iterator[None]:
-    """End this process at once if Airflow's supervisor of the task dies in the block, and with it its process groups.
-
-    Airflow takes the task for failed then and tries it again, but does not end it: its job would go on beside the
-    next, which is refused as a second writer for as long. Standard input of a supervised task is a socket whose other
-    end the supervisor holds.
-    """
-    if not _stdin_is_socket():
-        yield
-        return
-    over = threading.Event()
-    threading.Thread(target=_await_supervisor, args=[over], name="cdc-supervisor", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _stdin_is_socket() -> bool:
-    try:
-        return stat.S_ISSOCK(os.fstat(0).st_mode)
-    except OSError:  # there is none
-        return False
-
-
-def _await_supervisor(over: threading.Event) -> None:
-    poll = select.poll()
-    poll.register(0, 0)  # of a hang-up one is always told
-    while not over.is_set():
-        if poll.poll(_SUPERVISOR_SECONDS * 1000) and not over.is_set():
-            os._exit(1)  # nobody would hear any more: whoever logs now fails
 
 
 class ProcessGroup:
     """A process group of its own; a context manager at whose end no member lives.
 
     Start members with ``Popen(..., process_group=group.id)``.
+
+    :param directory: what is removed with the group if its owner is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str = "") -> None:
         self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD],
+            ["/bin/sh", "-c", _GUARD, "guard", directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,171 +1,147 @@
-"""A Spark job of the engine: spark-submit in client mode, from start to the last process.
+"""Submitting a Spark job of the engine, so that it outlives the task that does it.
 
-The submission itself is that of the Spark provider. Added is what it lacks: an
-unknown connection is an error, ``spark-submit`` is found where pyspark was
-installed, secrets go through the environment whatever the master, and a kill
-ends all processes within the five seconds that Airflow grants.
+The command is that of the Spark provider. Added is what it lacks: an unknown connection is an error, ``spark-submit``
+is found where pyspark was installed, secrets go through the environment whatever the master, a standalone cluster runs
+the driver as well (:mod:`.deployment`), and a keeper of its own stays with the job (:mod:`.keeper`).
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 from airflow.providers.apache.spark.hooks.spark_submit import (
     ALLOWED_SPARK_BINARIES,
     DEFAULT_SPARK_BINARY,
     SparkSubmitHook,
 )
-from airflow.sdk.exceptions import AirflowException
+from airflow.sdk import conf as airflow_conf
 
 import airflow_cdc_provider
+from airflow_cdc_provider.engine.connection import passwords
 from airflow_cdc_provider.engine.errors import SparkUnusable
-from airflow_cdc_provider.hooks.cdc import find_connection
-from airflow_cdc_provider.hooks.process_group import ProcessGroup, ending_with_supervisor
+from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.submission import STATE_VARIABLE, VARIABLE, Submission, write
+from airflow_cdc_provider.hooks.cdc import LoadedPipeline
+from airflow_cdc_provider.hooks.deployment import LAUNCHER, Deployment
+from airflow_cdc_provider.hooks.keeper import Assignment, start_keeper
+from airflow_cdc_provider.hooks.postgres_cdc import find_connection
 
 PACKAGE = Path(airflow_cdc_provider.__file__).parent
 ENGINE_JOB = PACKAGE / "engine" / "job.py"
 
-# Airflow sends SIGKILL five seconds after it asked a task to end; these leave a second for the rest.
-DRIVER_SECONDS = 2.5
-GROUP_SECONDS = 1.0
+# All that the job prints is kept, and Spark's own chatter would bury it.
+_QUIET = {"spark.log.level": "WARN"}
+# So long a value may be a word such as "true", of an option that is only named like a secret: it stands in each line.
+_WORD = 5
 
 # Configuration and connections of Airflow, which the job has no use for and must not be able to leak.
 _AIRFLOW_PREFIXES = ("AIRFLOW__", "AIRFLOW_CONN_", "AIRFLOW_VAR_", "__AIRFLOW", "_AIRFLOW")
 
 
 class SparkJobHook(SparkSubmitHook):
-    """One run of an application by spark-submit.
+    """A job of a pipeline on the Spark of a connection.
 
     :param conn_id: a Spark connection; its master wins over any other.
+    :param loaded: the pipeline.
     :param name: the application's name.
-    :param application_args: the application's command line.
-    :param conf: Spark configuration.
-    :param py_files: archive of modules for driver and executors.
-    :param environment: variables of the driver.
+    :param conf: Spark configuration, over that of the pipeline.
+    :raises SparkUnusable: when the connection asks for what cannot be had.
     """
 
-    def __init__(
-        self,
-        conn_id: str,
-        *,
-        name: str,
-        application_args: Sequence[str],
-        conf: Mapping[str, str],
-        py_files: Path,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, conn_id: str, *, loaded: LoadedPipeline, name: str, conf: Mapping[str, str]) -> None:
         connection = find_connection(conn_id, "spark_conn_id")
-        binary, home = find_spark_submit(connection.extra_dejson.get("spark-binary") or DEFAULT_SPARK_BINARY)
-        super().__init__(
-            conf=dict(conf),
-            conn_id=conn_id,
-            py_files=str(py_files),
-            name=name,
-            application_args=list(application_args),
-            spark_binary=binary,
-            deploy_mode="client",
-        )
-        if connection.extra_dejson.get("deploy-mode") == "cluster":
-            self.log.warning("The connection %s asks for cluster mode; the driver runs here, in client mode.", conn_id)
-        self.environment = self._driver_environment(environment, home)
-        self.result: dict[str, Any] = {}
-        """The last JSON object that the job printed."""
-        self._application = ""
-        self._killing: threading.Thread | None = None
-        self._group: ProcessGroup | None = None
+        binary, self._home = find_spark_submit(connection.extra_dejson.get("spark-binary") or DEFAULT_SPARK_BINARY)
+        try:
+            super().__init__(
+                conf={**_QUIET, **loaded.pipeline.spark.conf, **conf},
+                conn_id=conn_id,
+                name=name,
+                spark_binary=binary,
+                deploy_mode=connection.extra_dejson.get("deploy-mode") or "client",
+            )
+        except NameError as e:  # the Spark provider asks in vain whether the other is there
+            raise SparkUnusable(
+                "Airflow's Spark provider submits to Kubernetes only beside the provider for Kubernetes",
+                "Install apache-airflow-providers-cncf-kubernetes where Airflow's workers run.",
+            ) from e
+        self._deployment = Deployment(self._connection["master"], self._connection["deploy_mode"])
+        self._secrets = self._deployment.secrets(self._conf)
+        shown = {name: value for name, value in self._conf.items() if name not in self._secrets}
+        self._conf = shown | dict(self._deployment.conf)
+        self._loaded = loaded
 
-    def run(self, application: str) -> int:
-        """Run the application to its end and return its exit code; no process of it is left.
+    def start(self, submission: Submission) -> None:
+        """Write the submission to the state, and start its job; returns at once."""
+        pipeline, cluster = self._loaded.pipeline, self._deployment.cluster
+        state = State(pipeline.state)
+        directory = Path(tempfile.mkdtemp(prefix="airflow-cdc-"))
+        log = log_folder() / pipeline.name / f"{submission.id}-{submission.part}.log"
+        try:
+            write(state, replace(submission, log=str(log), cluster=cluster))
+            given = self._given_environment()
+            assignment = Assignment(
+                state=pipeline.state,
+                submission=submission.id,
+                command=self._command(submission, state, directory),
+                environment=self._deployment.environment(given, self._loaded.environment),
+                application=str(ENGINE_JOB),
+                cluster=cluster,
+                directory=str(directory),
+                log=str(log),
+                secrets=[
+                    *passwords(pipeline.source.dsn),
+                    *passwords(pipeline.sink.dsn),
+                    *(value for value in self._secrets.values() if len(value) > _WORD),
+                ],
+            )
+            start_keeper(assignment, given)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
 
-        :raises AirflowException: when the run was killed, whatever the exit code.
-        """
-        with ending_with_supervisor(), ProcessGroup() as group:
-            self._group = group
-            try:
-                self._application = application
-                self._check_not_killed()
-                # The provider's env_vars would stand on the command line with YARN and Kubernetes.
-                # Standard input of a task is its channel to Airflow, which no other process may read.
-                self.submit(application, process_group=group.id, env=self.environment, stdin=subprocess.DEVNULL)
-            except AirflowException:
-                if self._submit_sp is None or not self._submit_sp.returncode:
-                    raise
-            finally:
-                self._group = None
-                if self._killing is not None:
-                    self._killing.join()
-        self._check_not_killed()
-        return int(self._submit_sp.returncode) if self._submit_sp is not None else 0
+    def _command(self, submission: Submission, state: State, directory: Path) -> list[str]:
+        """spark-submit with its arguments, and what these name put where the driver finds it."""
+        engine = pack_engine(directory)
+        if self._deployment.standalone:
+            jar, script = put_engine(state, engine)
+            self._java_class = LAUNCHER
+            self._application_args = self._deployment.launched(self._name, script, submission.command)
+            return list(self._build_spark_submit_command(jar))
+        if self._deployment.cluster:
+            self._env_vars = {VARIABLE: submission.id, STATE_VARIABLE: state.url}
+        if self._secrets:
+            self._properties_file = str(write_properties(directory, self._secrets))
+        self._py_files = str(engine)
+        self._application_args = submission.command
+        binary, *arguments = self._build_spark_submit_command(str(ENGINE_JOB))
+        defaults = ["--load-spark-defaults"] if self._secrets else []  # a file of properties would replace them
+        return [binary, *defaults, *arguments]
 
-    def kill(self) -> None:
-        """End the run: SIGTERM to the driver, which ends after its current unit, then to all, then SIGKILL.
-
-        Returns at once. It is called in a signal handler on the thread that reads
-        the job's output, and a job whose output nobody reads cannot end in peace.
-        """
-        if self._killing is None:
-            self._killing = threading.Thread(target=self._end, name="spark-job-kill", daemon=True)
-            self._killing.start()
-
-    @property
-    def output_tail(self) -> str:
-        """The last lines of the job's output, secrets masked."""
-        return self._submit_log_tail.strip()
-
-    def _process_spark_submit_log(self, itr: Iterator[Any]) -> None:
-        super()._process_spark_submit_log(self._remember_result(itr))
-
-    def _remember_result(self, lines: Iterator[str]) -> Iterator[str]:
-        for line in lines:
-            if line.startswith("{"):
-                with contextlib.suppress(json.JSONDecodeError):
-                    self.result = json.loads(line)
-            yield line
-
-    def _end(self) -> None:
-        group = self._group
-        if group is None:
-            return
-        self.log.info("Ending the Spark job.")
-        # The driver alone at first: without the JVM it could not finish anything. A request to stop that is left
-        # in the pipeline's state would end the jobs beside this one, and the next try, too.
-        asked = False
-        for process in group.members():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.cmdline()[1:2] == [self._application]:
-                    process.terminate()
-                    asked = True
-        if not (asked and group.await_end(DRIVER_SECONDS)):
-            group.end(GROUP_SECONDS)
-
-    def _check_not_killed(self) -> None:
-        if self._killing is not None:
-            raise AirflowException("The Spark job was ended because the task was asked to end.")
-
-    def _driver_environment(self, environment: Mapping[str, str], home: Path | None) -> dict[str, str]:
+    def _given_environment(self) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if not name.startswith(_AIRFLOW_PREFIXES)}
-        given |= environment
-        if home is not None:
-            given["SPARK_HOME"] = str(home)
-        if "PYSPARK_PYTHON" not in given and "PYSPARK_DRIVER_PYTHON" not in given:
+        if self._home is not None:
+            given["SPARK_HOME"] = str(self._home)
+        chosen = "PYSPARK_PYTHON" in given or "PYSPARK_DRIVER_PYTHON" in given
+        if not chosen and not self._deployment.cluster:
             given["PYSPARK_DRIVER_PYTHON"] = sys.executable
-            if self._connection["master"].startswith("local"):
+            if self._deployment.manager == "local":
                 given["PYSPARK_PYTHON"] = sys.executable
         return given
+
+
+def log_folder() -> Path:
+    """Where keepers leave the output of jobs, below Airflow's own logs."""
+    return Path(airflow_conf.get("logging", "base_log_folder")) / "airflow_cdc_jobs"
 
 
 def find_spark_submit(name: str = DEFAULT_SPARK_BINARY) -> tuple[str, Path | None]:
@@ -193,15 +169,32 @@ def find_spark_submit(name: str = DEFAULT_SPARK_BINARY) -> tuple[str, Path | Non
     )
 
 
-@contextmanager
-def packed_engine() -> Iterator[Path]:
-    """A zip of the engine for ``--py-files``, without the parts that need Airflow."""
-    directory = Path(tempfile.mkdtemp(prefix="airflow-cdc-"))
-    try:
-        archive = directory / "airflow_cdc_engine.zip"
-        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-            for source in (PACKAGE / "__init__.py", *sorted((PACKAGE / "engine").rglob("*.py"))):
-                file.write(source, source.relative_to(PACKAGE.parent))
-        yield archive
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+def pack_engine(directory: Path) -> Path:
+    """Write a zip of the engine for ``--py-files``, without the parts that need Airflow, and return its path."""
+    archive = directory / "airflow_cdc_engine.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for source in (PACKAGE / "__init__.py", *sorted((PACKAGE / "engine").rglob("*.py"))):
+            # Without the time of its installation, which would make another of the same engine.
+            entry = zipfile.ZipInfo(str(source.relative_to(PACKAGE.parent)))
+            file.writestr(entry, source.read_bytes(), zipfile.ZIP_DEFLATED)
+    return archive
+
+
+def write_properties(directory: Path, values: Mapping[str, str]) -> Path:
+    """Write configuration to a file that only this user can read, and return its path."""
+    path = directory / "secret.properties"
+    path.touch(0o600)
+    # A string of JSON has the escapes of Java's properties, but for a space in front.
+    lines = (f"{name}={json.dumps(value)[1:-1]}".replace(" ", "\\ ") for name, value in values.items())
+    path.write_text("\n".join(lines))
+    return path
+
+
+def put_engine(state: State, archive: Path) -> tuple[str, str]:
+    """Put the packed engine and the driver's script into the state, under names of their own for each version.
+
+    :returns: their URLs.
+    """
+    content = archive.read_bytes()
+    name = f"engine/{hashlib.sha256(content).hexdigest()[:12]}"
+    return state.put(f"{name}.jar", content), state.put(f"{name}.py", ENGINE_JOB.read_bytes())

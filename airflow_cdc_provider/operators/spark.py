@@ -1,127 +1,281 @@
-"""The base of operators whose work is a Spark job of the engine."""
+"""The base of operators whose work is a Spark job of the engine.
+
+The job does not belong to the process that submits it. What the task knows of it between two tries, its id, stands in
+Airflow's task state store before anything is started; all else stands in the pipeline's state. So a task that dies,
+with its worker or in the triggerer, finds its job again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk import BaseOperator
-from airflow.sdk.exceptions import AirflowException
+from airflow.sdk import NEVER_EXPIRE  # type: ignore[attr-defined]
+from airflow.sdk.exceptions import AirflowException, AirflowTaskTimeout
 
-from airflow_cdc_provider.engine import errors
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ExitCode, Retry
-from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
-from airflow_cdc_provider.operators.progress import ProgressLog
+from airflow_cdc_provider.hooks.cdc import LoadedPipeline, airflow_failures, failure, load_pipeline
+from airflow_cdc_provider.links.spark import SparkUiLink
+from airflow_cdc_provider.operators.base import CdcOperator
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.hooks.spark_job import SparkJobHook
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.state import State
+    from airflow_cdc_provider.engine.submission import Status, Submission
+
+_KEY = "spark_job"
+_LOG_LINES = 40
+# Beyond its own deadline, in case that the triggerer is down then.
+_TRIGGER_GRACE = timedelta(minutes=5)
 
 
-# All that the job prints goes to the task's log, where Spark's own chatter would bury it.
-QUIET = {"spark.log.level": "WARN"}
+@dataclass(frozen=True)
+class Handle:
+    """What a task keeps of its job between tries.
+
+    :param submission: the id of the job's submission.
+    :param fingerprint: what was to be done; the store goes by the position of a mapped task, which may be another's.
+    :param max_tries: the task instance's, which changes when it is cleared, and not when it is tried again.
+    """
+
+    submission: str
+    fingerprint: str
+    max_tries: int
 
 
-class CdcSparkOperator(BaseOperator):
-    """Runs a command of the engine as a Spark application, in client mode.
+class Step(Enum):
+    """What a try begins with."""
+
+    SUBMIT = "submit"
+    REATTACH = "reattach"
+    RETURN = "return"
+
+
+def next_step(handle: Handle | None, fingerprint: str, max_tries: int, status: Status | None) -> Step:
+    """Decide what a try begins with.
+
+    :param handle: what an earlier try has left.
+    :param status: of the job that it names; ``None`` when the state does not know it.
+    """
+    from airflow_cdc_provider.engine.submission import Status
+
+    if handle is None or (handle.fingerprint, handle.max_tries) != (fingerprint, max_tries):
+        return Step.SUBMIT
+    steps: dict[Status | None, Step] = {Status.RUNNING: Step.REATTACH, Status.DONE: Step.RETURN}
+    return steps.get(status, Step.SUBMIT)
+
+
+class CdcSparkOperator(CdcOperator):
+    """Runs a command of the engine as a Spark job that outlives the task's processes.
 
     :param pipeline: path of the pipeline file. (templated)
     :param epoch: the epoch that ``provision`` returned. (templated)
     :param spark_conn_id: the Spark connection; its master wins over that of the pipeline file.
     :param conf: Spark configuration, merged over the pipeline's ``spark.conf``. (templated)
-    :param application: the main script, by default that of the engine.
+    :param deferrable: wait in the triggerer; otherwise in the worker, whose slot is taken for as long.
     """
 
-    template_fields: Sequence[str] = ("pipeline", "epoch", "conf")
+    template_fields: Sequence[str] = (*CdcOperator.template_fields, "epoch", "conf")
+    operator_extra_links = (*CdcOperator.operator_extra_links, SparkUiLink())
 
     command: str
     """The command of the engine, a class attribute of each operator."""
+    resumes_epoch: bool
+    """Whether a job that is begun again goes on under the epoch of the run, or takes a new one."""
 
     def __init__(
         self,
         *,
-        pipeline: str,
-        epoch: int | str,
+        epoch: int | str | None = None,
         spark_conn_id: str = "spark_default",
         conf: Mapping[str, str] | None = None,
-        application: str | None = None,
+        deferrable: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.pipeline = pipeline
         self.epoch = epoch
         self.spark_conn_id = spark_conn_id
         self.conf = conf
-        self.application = application
-        self._job: SparkJobHook | None = None
+        self.deferrable = deferrable
+        self.submission: str | None = None
+        self.application: str | None = None
+        self._job: tuple[State, str] | None = None
         self._killed = False
+
+    @property
+    @abstractmethod
+    def part(self) -> str:
+        """The part of the run that the job is."""
 
     @abstractmethod
     def command_arguments(self) -> list[str]:
         """The options of the command beside pipeline and epoch."""
 
-    def execute(self, context: Context) -> dict[str, Any]:
-        """Run the job to its end; returns what the command returned."""
-        from airflow_cdc_provider.engine import commands
-        from airflow_cdc_provider.hooks.spark_job import ENGINE_JOB, SparkJobHook, packed_engine
+    @abstractmethod
+    def stopped_result(self) -> dict[str, Any]:
+        """What the task returns when the job died after a user had asked it to stop."""
 
-        with airflow_failures(), packed_engine() as archive:
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Begin the job, or find it again, and wait for its end; returns what the command returned."""
+        from airflow_cdc_provider.engine.state import State
+        from airflow_cdc_provider.engine.submission import askers, read
+
+        with airflow_failures():
             loaded = load_pipeline(self.pipeline)
-            pipeline = loaded.pipeline
-            arguments = [self.command, "--pipeline", str(loaded.path), "--epoch", str(self.epoch), "--json"]
-            self._job = SparkJobHook(
-                self.spark_conn_id,
-                name=f"airflow-cdc {pipeline.name} {self.command}",
-                application_args=[*arguments, *self.command_arguments()],
-                conf={**QUIET, **pipeline.spark.conf, **(self.conf or {})},
-                py_files=archive,
-                environment=loaded.environment,
-            )
-            before = _last_error(pipeline)
-            if self._killed:
-                raise AirflowException("The task was asked to end before its Spark job began.")
-            with ProgressLog(partial(commands.status, pipeline), self.log.info):
-                exit_code = self._job.run(self.application or str(ENGINE_JOB))
-            if exit_code != ExitCode.DONE:
-                after = _last_error(pipeline)
-                recorded = after if after != before else None
-                raise job_failure(exit_code, self._job.result.get("error"), recorded, self._job.output_tail)
-            return self._job.result
+            state, store = State(loaded.pipeline.state), context["task_state_store"]
+            known: Any = store.get(_KEY)
+            handle = Handle(**known) if known else None
+            fingerprint, max_tries = self._fingerprint(loaded), context["ti"].max_tries
+            job = read(state, handle.submission) if handle else None
+            status = job.status(askers(state, job.id)) if job else None
+            step = next_step(handle, fingerprint, max_tries, status)
+            if job is not None and step is Step.RETURN:
+                self.log.info("The Spark job %s has done the work already.", job.id)
+                self.submission, self.application = job.id, job.application
+                return self._returned(context, job.result)
+            if job is not None and step is Step.REATTACH:
+                self.log.info("The Spark job %s is alive.", job.id)
+            else:
+                if job is not None:
+                    self._make_sure_of_end(state, job)
+                job = self._new_submission(loaded, first=handle is None)
+                hook = self._hook(loaded)
+                store.set(_KEY, asdict(Handle(job.id, fingerprint, max_tries)), retention=NEVER_EXPIRE)
+                self._submit(hook, state, job)
+            self._job, self.submission = (state, job.id), job.id
+            return self._wait(context, state, job.id)
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
+        """Return what the command returned, or fail as the job did."""
+        from airflow_cdc_provider.engine.submission import Status
+        from airflow_cdc_provider.triggers.job import TIMEOUT
+
+        self._log_output(event)
+        self.submission, self.application = event["id"], event.get("application")
+        if event["status"] == Status.DONE:
+            return self._returned(context, event["result"])
+        if event["status"] == TIMEOUT:
+            raise AirflowTaskTimeout("The task's time was up, and its Spark job was stopped.")
+        if event["status"] == Status.FAILED:
+            error = event["error"]
+            raise failure(error["message"], error["solution"], error["retry"], error["kind"])
+        raise failure(
+            "the Spark job was ended before its work was done",
+            "What it has committed stays; the next try goes on from there.",
+            "retry",
+        )
+
+    def completed(self, context: Context, pipeline: Pipeline, result: Mapping[str, Any]) -> None:
+        """Tell Airflow what the job has done.
+
+        :param result: what the command returned.
+        """
+        self.record_flows(pipeline)
 
     def on_kill(self) -> None:
-        """End all processes of the job within the five seconds that Airflow grants."""
+        """Ask the job to end; who keeps it sees to that, when this process is gone."""
+        from airflow_cdc_provider.engine.submission import Asker, ask_to_stop
+
         self._killed = True
         if self._job is not None:
-            self._job.kill()
+            ask_to_stop(*self._job, Asker.AIRFLOW)
 
+    def _wait(self, context: Context, state: State, submission: str) -> dict[str, Any]:
+        from airflow_cdc_provider.engine.submission import Asker, ask_to_stop
+        from airflow_cdc_provider.triggers.job import POLL_SECONDS, SparkJobTrigger, Watch
 
-def job_failure(exit_code: int, reported: object, recorded: Mapping[str, str] | None, output: str) -> AirflowException:
-    """The exception for a job that failed.
+        if self._killed:  # perhaps before it was known which job is meant
+            ask_to_stop(state, submission, Asker.AIRFLOW)
+        elif self.deferrable:
+            limit = self.execution_timeout
+            self.defer(
+                trigger=SparkJobTrigger(state.url, submission, time.time() + limit.total_seconds() if limit else None),
+                method_name="execute_complete",
+                timeout=limit + _TRIGGER_GRACE if limit else None,
+            )
+        watch = Watch(state, submission, None, self.log.info)
+        while (event := watch.look()) is None:
+            time.sleep(POLL_SECONDS)
+        return self.execute_complete(context, event)
 
-    :param exit_code: what spark-submit exited with, which is the engine's code if the engine came that far.
-    :param reported: the ``error`` object that the job printed, if it did.
-    :param recorded: the pipeline's last error if it is of this job.
-    :param output: the end of the job's output.
-    """
-    if isinstance(reported, dict):
-        kind = getattr(errors, str(reported.get("kind")), CdcError)
-        return failure(str(reported.get("message")), str(reported.get("solution")), kind.retry.value)
-    if recorded is not None:
-        return failure(recorded["message"], recorded["solution"], recorded["retry"])
-    retry = Retry.FAIL if exit_code in (ExitCode.INVALID, ExitCode.REFUSED) else Retry.RETRY
-    return failure(f"the Spark job failed with exit code {exit_code}", output, retry.value)
+    def _make_sure_of_end(self, state: State, job: Submission) -> None:
+        """End the job of a task that has been killed or cleared, or that has other work now."""
+        from airflow_cdc_provider.engine.submission import give_up, stop
 
+        if job.lives:
+            self.log.info("The Spark job %s of before is asked to end.", job.id)
+            if not stop(state, job.id):
+                give_up(state, job, "it does not end")
 
-def _last_error(pipeline: Pipeline) -> Mapping[str, str] | None:
-    """The last error that the engine recorded, none where it cannot be read."""
-    from airflow_cdc_provider.engine import commands
+    def _new_submission(self, loaded: LoadedPipeline, first: bool) -> Submission:
+        from airflow_cdc_provider.engine.submission import Submission
 
-    try:
-        error: Mapping[str, str] | None = commands.status(pipeline)["last_error"]
-    except Exception:  # what the job failed of matters more than that its status cannot be read
-        return None
-    return error
+        epoch = ["--epoch", str(self.epoch)] if self.epoch is not None and (first or self.resumes_epoch) else []
+        common = [self.command, "--pipeline", str(loaded.path), *epoch, "--json"]
+        return Submission.new(loaded.pipeline.name, self.part, [*common, *self.command_arguments()])
+
+    def _hook(self, loaded: LoadedPipeline) -> Any:
+        from airflow_cdc_provider.hooks.spark_job import SparkJobHook
+
+        name = f"airflow-cdc {loaded.pipeline.name} {self.command}"
+        return SparkJobHook(self.spark_conn_id, loaded=loaded, name=name, conf=self.conf or {})
+
+    def _submit(self, hook: Any, state: State, job: Submission) -> None:
+        from airflow_cdc_provider.engine.errors import CdcError
+        from airflow_cdc_provider.engine.submission import end
+
+        if self._killed:
+            raise AirflowException("The task was asked to end before its Spark job began.")
+        self._job = state, job.id
+        try:
+            hook.start(job)
+        except Exception as e:
+            # Of other errors nobody knows whether they tell a secret.
+            reason = str(e) if isinstance(e, (CdcError, OSError)) else type(e).__name__
+            told = {
+                "kind": type(e).__name__,
+                "message": f"the Spark job was not begun: {reason}",
+                "solution": getattr(e, "solution", ""),
+                "retry": "retry",
+            }
+            end(state, job.id, error=told)
+            raise
+        self.log.info("The Spark job %s is submitted.", job.id)
+
+    def _fingerprint(self, loaded: LoadedPipeline) -> str:
+        what = [self.command, loaded.pipeline.name, str(loaded.path), self.epoch, *self.command_arguments()]
+        return hashlib.sha256(json.dumps(list(map(str, what))).encode()).hexdigest()
+
+    def _returned(self, context: Context, result: dict[str, Any] | None) -> dict[str, Any]:
+        if result is None:
+            self.log.info("The job was asked to stop, and is not begun again.")
+            return self.stopped_result()
+        with airflow_failures():
+            self.completed(context, load_pipeline(self.pipeline).pipeline, result)
+        return result
+
+    def _log_output(self, event: Mapping[str, Any]) -> None:
+        """Let the end of the job's output stand in the task's log, if it can be read here."""
+        path, keeper = event["log"], event["keeper"]
+        if not path:
+            return
+        try:
+            with Path(path).open(encoding="utf-8", errors="replace") as file:
+                lines = deque(file, _LOG_LINES)
+        except OSError:
+            host = keeper["host"].partition("/")[0] if keeper else "the worker's host"
+            self.log.info("The output of the job is in %s on %s.", path, host)
+            return
+        self.log.info("The end of the job's output, which is in %s:", path)
+        for line in lines:
+            self.log.info("%s", line.rstrip("\n"))

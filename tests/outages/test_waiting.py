@@ -43,8 +43,9 @@ def test_status_stop_and_the_heartbeat_while_the_stream_waits(
     assert commands.status(pipeline.pipeline)["state"] == "streaming"
     pair.target.stop("immediate")
     trouble = stream.await_trouble("onnect")
+    # The next heartbeat says so to others.
+    stream.until(lambda: commands.status(pipeline.pipeline)["state"] == "restarting", "the status")
     found = commands.status(pipeline.pipeline)
-    assert found["state"] == "restarting"
     assert found["restart"] == trouble
     assert (trouble["attempt"], trouble["of"]) == (1, 3)
     assert 3500 < trouble["next_attempt_at"] - time.time() <= 3600

@@ -13,8 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from airflow_cdc_provider.demo.airflow import FINAL_STATES, AirflowStack
+from airflow_cdc_provider.demo.airflow import AirflowStack
+from airflow_cdc_provider.demo.client import FINAL_STATES
 from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.process_group import _GUARD
 from tests.airflow_support import ROOT, connection_json
 from tests.pipelines import SECONDS, Outcome
@@ -57,7 +59,7 @@ class Airflow:
 
     def trigger(self) -> DagRun:
         """Begin a run."""
-        return DagRun(self, self.stack.trigger(DAG))
+        return DagRun(self, self.stack.client.trigger(DAG))
 
 
 class DagRun:
@@ -79,7 +81,7 @@ class DagRun:
         """Asked once a second, since a server that is asked more often has no time for anything else."""
         if self._known[1] not in FINAL_STATES and time.monotonic() - self._known[0] > 1:
             with contextlib.suppress(httpx.TransportError):
-                self._known = time.monotonic(), self._airflow.stack.run_state(DAG, self._run_id)
+                self._known = time.monotonic(), self._airflow.stack.client.run_state(DAG, self._run_id)
         return self._known[1]
 
     def said(self) -> list[dict[str, Any]]:
@@ -87,9 +89,10 @@ class DagRun:
         lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
         return [json.loads(line) for line in lines]
 
-    def attempts(self, task: str) -> int:
-        """How often a task has been started."""
-        return sum(line.get("task") == task for line in self.said())
+    @property
+    def tries(self) -> int:
+        """How often tasks have been started."""
+        return sum("task" in line for line in self.said())
 
     def parts(self) -> Iterator[tuple[str, psutil.Process]]:
         """Its living processes with what they are: ``task``, ``supervisor``, and those of :func:`part_of`."""
@@ -135,15 +138,22 @@ class DagRun:
 
     def output(self) -> str:
         """Attempts, and the ends of the logs of failed ones."""
-        stack = self._airflow.stack
-        states = [(task["task_id"], task["state"], task["try_number"]) for task in stack.task_states(DAG, self._run_id)]
-        return f"{self._state}: {states}\n{stack.failures(DAG, self._run_id)[-4000:]}"
+        client = self._airflow.stack.client
+        states = [
+            (task["task_id"], task["state"], task["try_number"]) for task in client.task_states(DAG, self._run_id)
+        ]
+        return f"{self._state}: {states}\n{client.failures(DAG, self._run_id)[-4000:]}"
 
 
 def part_of(line: Sequence[str]) -> str:
-    """What a process of a pipeline is by its command line: ``guard``, ``driver``, ``jvm``, ``worker``, ``reader``."""
+    """What a process of a pipeline is: ``keeper``, ``guard``, ``driver``, ``jvm``, ``worker``, ``reader``.
+
+    :param line: its command line.
+    """
     if "pyspark.daemon" in line:
         return "worker"
+    if keeper.__name__ in line:
+        return "keeper"
     if not line:
         return ""
     if "java" in line[0]:

@@ -29,6 +29,7 @@ _RETRYABLE = {
     "Blocked",
     "OlderTransactions",
     "Failpoint",
+    "JobLost",
     "SchemaChanged",
     "SecondWriter",
     "SparkLost",
@@ -181,22 +182,24 @@ class Driver(Stoppable):
         return any(beat.owner.pid in drivers for beat in read_heartbeats(State(self._pipeline.pipeline.state)))
 
     def kill_task(self, part: str) -> bool:
-        """Kill an Airflow task, or its supervisor, but not its job, which has to end; Airflow tries again.
+        """Kill an Airflow task, or its supervisor, but not its job, to which Airflow's next try comes back.
 
         :param part: ``task`` or ``supervisor``.
         :returns: whether there was one.
         """
         job = self._job
-        if job is None or not job.task or not job.command.running:
+        if job is None or not isinstance(job.command, DagRun) or not job.command.running:
             return False
-        family = [process for found, process in job.parts() if found != "supervisor"]
+        run, tries = job.command, job.command.tries
         self.expect_kill()
         killed = job.processes(part)
         for process in killed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if not await_condition(lambda: not any(map(_lives, family)), END_SECONDS, interval=0.5):
-            self.wrong.append(f"{part} of {job.command.title} was killed, and {family} live:\n{job.command.output()}")
+        await_condition(lambda: run.tries > tries or not run.running, END_SECONDS, interval=0.5)
+        await_condition(lambda: not run.running or _lonely(job), END_SECONDS, interval=0.5)
+        if run.running and not _lonely(job):
+            self.wrong.append(f"{part} of {run.title} was killed, and two jobs do the same:\n{run.output()}")
         return bool(killed)
 
     def end(self) -> None:
@@ -306,8 +309,10 @@ def _errors(outcome: Outcome) -> list[dict[str, str]]:
     return errors
 
 
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+def _lonely(job: Job) -> bool:
+    """Whether no two of its drivers do the same."""
+    lines = []
+    for process in job.processes("driver"):
+        with contextlib.suppress(psutil.Error):
+            lines.append(tuple(process.cmdline()[-2:]))  # until when, or which chunks
+    return len(lines) == len(set(lines))

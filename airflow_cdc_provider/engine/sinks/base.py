@@ -23,6 +23,7 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.lag import behind
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.visibility import Snapshot
 
@@ -105,6 +106,10 @@ class Record:
         """Whether the mirror is a state that the source once had."""
         return not self.unfinished and self.applied >= self.high
 
+    def lag(self, end: int, now: float) -> tuple[int, float]:
+        """How far it is behind the end of a log, see :func:`~airflow_cdc_provider.engine.lag.behind`."""
+        return behind(self.applied, self.advanced, end, now)
+
 
 @dataclass(frozen=True)
 class Staged:
@@ -136,6 +141,7 @@ class StagedPiece:
     :param split_truncates: see :class:`.effects.PieceEffects`.
     :param high: the highest H of all reads that were filtered by.
     :param truncates: by oid of a leaf, the last transaction that truncated it.
+    :param changes_by_table: as ``changes``, by label, of the tables that are captured.
     """
 
     start: str
@@ -147,6 +153,7 @@ class StagedPiece:
     split_truncates: frozenset[str]
     high: int
     truncates: Mapping[int, int] = field(default_factory=dict)
+    changes_by_table: Mapping[str, int] = field(default_factory=dict)
 
 
 class MissingValues(Exception):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from airflow.sdk import DAG, TriggerRule
 
+from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.operators.cdc import (
-    CdcPlanOperator,
-    CdcProvisionOperator,
-    CdcSnapshotOperator,
-    CdcStreamOperator,
-)
+from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.submission import read
+from airflow_cdc_provider.operators.pipeline import CdcProvisionOperator
+from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
+from airflow_cdc_provider.operators.stream import CdcStreamOperator
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -39,8 +39,9 @@ def note_start(context: Context) -> None:
 
 def note_failure(context: Context) -> None:
     """Say the engine's error: that of the job, or that of a command in this process."""
-    job = getattr(context["task"], "_job", None)
-    error = job.result.get("error") if job is not None else None
+    job: Any = context["task_state_store"].get("spark_job")
+    submission = read(State(Pipeline.load(PIPELINE).state), job["submission"]) if job else None
+    error = submission.error if submission is not None else None
     cause = getattr(context.get("exception"), "__cause__", None)
     if error is None and isinstance(cause, CdcError):
         error = cause.as_dict()
@@ -61,8 +62,16 @@ with DAG(
 ) as dag:
     provision = CdcProvisionOperator(task_id="provision", pipeline=PIPELINE)
     plan = CdcPlanOperator(task_id="plan", pipeline=PIPELINE, groups=2)
-    snapshot = CdcSnapshotOperator.partial(task_id="snapshot", pipeline=PIPELINE, epoch=EPOCH).expand(group=plan.output)
+    # Tasks that wait in the worker can be killed at any time.
+    snapshot = CdcSnapshotOperator.partial(task_id="snapshot", pipeline=PIPELINE, epoch=EPOCH, deferrable=False).expand(
+        group=plan.output
+    )
     stream = CdcStreamOperator(
-        task_id="stream", pipeline=PIPELINE, epoch=EPOCH, until="stopped", trigger_rule=TriggerRule.NONE_FAILED
+        task_id="stream",
+        pipeline=PIPELINE,
+        epoch=EPOCH,
+        until="stopped",
+        deferrable=False,
+        trigger_rule=TriggerRule.NONE_FAILED,
     )
     provision >> plan >> snapshot >> stream

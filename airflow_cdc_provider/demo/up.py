@@ -1,0 +1,89 @@
+"""An Airflow to click around in: the shop, customers who go on buying, and a pipeline that is ready to run.
+
+``python -m airflow_cdc_provider.demo.up`` runs until it is interrupted. All that
+it has started ends with it, Spark jobs too, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import ExitStack
+from types import FrameType
+from urllib.parse import urlsplit
+
+from airflow_cdc_provider.demo import shop
+from airflow_cdc_provider.demo.__main__ import tell_failure
+from airflow_cdc_provider.demo.show import Screen
+from airflow_cdc_provider.demo.stage import DAG, Stage, set_stage, work_directory
+from airflow_cdc_provider.engine.errors import CdcError
+
+SCALE = 0.1
+TRANSACTIONS_PER_SECOND = 20.0
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+ADVICE = """
+Airflow   {airflow}   (no login needed)
+source    {source}
+target    {target}
+pipeline  {file}
+
+Trigger the Dag {dag}: its form is filled in, and with "stopped" as its end the stream goes on until it is stopped.
+All of it runs until you press Ctrl-C, which removes it."""
+
+
+def main() -> int:
+    """Set the stage and wait for an interrupt; 0 after one."""
+    for number in INTERRUPTS:
+        signal.signal(number, _interrupt)
+    screen = Screen(sys.stdout)
+    try:
+        with work_directory(None) as directory, ExitStack() as started:
+            stage = set_stage(started, directory, screen.say, SCALE)
+            started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
+            open_house(stage)
+            screen.print(
+                ADVICE.format(
+                    airflow=stage.airflow.base_url, source=stage.source, target=stage.target, file=stage.file, dag=DAG
+                )
+            )
+            while True:
+                signal.pause()
+    except CdcError as error:
+        tell_failure(screen, error)
+    except KeyboardInterrupt:
+        screen.say("Everything is stopped and removed.")
+        return 0
+    return 1
+
+
+def open_house(stage: Stage) -> None:
+    """Unpause the Dag, and make the connections known to the UI, which does not see those of the environment."""
+    client = stage.airflow.client
+    client.await_dag(DAG)
+    client.pause(DAG, False)
+    for name, dsn in (("shop_source", stage.source), ("shop_target", stage.target)):
+        address = urlsplit(dsn)
+        client.call(
+            "POST",
+            "/connections",
+            json={
+                "connection_id": name,
+                "conn_type": "postgres_cdc",
+                "host": address.hostname,
+                "port": address.port,
+                "login": address.username,
+                "schema": address.path[1:],
+            },
+        )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End in order, whatever asks for it, and let nobody interrupt that."""
+    for each in INTERRUPTS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""The keeper of a Spark job: a process of its own that outlives the task which has submitted the job.
+
+``python -m airflow_cdc_provider.hooks.keeper`` reads an :class:`Assignment` from standard input, starts spark-submit,
+keeps its output, stops it when that is asked for in the pipeline's state, and writes there how it ended. It imports
+neither Airflow nor Spark. When it is killed, the job's process group ends. A driver on a cluster does not belong to
+that: it obeys the state by itself, and what it says there of itself, or its silence, is its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from airflow_cdc_provider.engine import submission
+from airflow_cdc_provider.engine.errors import ExitCode, Retry, StateUnwritable
+from airflow_cdc_provider.engine.state import STALE_SECONDS, Owner, State, read_heartbeat
+from airflow_cdc_provider.hooks.process_group import ProcessGroup
+
+# A user's mark-failed has stopped everything ten seconds later; Airflow takes some of them to tell.
+POLL_SECONDS = 0.5
+DRIVER_SECONDS = 4.0
+GROUP_SECONDS = 1.0
+
+LOG_BYTES = 5 << 20
+"""Size of a job's log; as much of what came before is kept beside it."""
+LOGS = 20
+"""Logs of a pipeline that are kept."""
+LINE_CHARACTERS = 8192
+"""A longer line of a job's output is kept in pieces."""
+TAIL_LINES, TAIL_CHARACTERS = 40, 16384
+"""So much of the end of the output is told of a job that has left no word itself."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a keeper is told.
+
+    :param state: URL of the pipeline's state.
+    :param submission: id of the job's submission, whose file exists.
+    :param command: spark-submit with its arguments.
+    :param environment: of the command.
+    :param application: the argument that is the driver's script.
+    :param cluster: whether the driver runs on a cluster.
+    :param directory: the job's working directory, which is removed at the end.
+    :param log: path of the file for the job's output.
+    :param secrets: what must not stand in it.
+    """
+
+    state: str
+    submission: str
+    command: list[str]
+    environment: dict[str, str]
+    application: str
+    cluster: bool
+    directory: str
+    log: str
+    secrets: list[str]
+
+
+def start_keeper(assignment: Assignment, environment: dict[str, str]) -> None:
+    """Start a keeper in a session of its own.
+
+    :param environment: of the keeper.
+    """
+    log = Path(assignment.log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, assignment.submission],  # the id is for people who look at processes
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment,
+            cwd=assignment.directory,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(asdict(assignment)).encode())
+    # Nobody of this process will wait for it, nor be told that nobody did.
+    process.returncode = 0
+
+
+def keep(assignment: Assignment, asked: threading.Event) -> None:
+    """Run a job from its start to its last process.
+
+    :param asked: set when this process is to end.
+    """
+    state, id_ = State(assignment.state), assignment.submission
+    if not submission.insist(lambda: register(state, id_)):
+        return
+    output = Output(Path(assignment.log), assignment.secrets, submission.insist(lambda: submission.unended(state)))
+    ours = {submission.VARIABLE: id_, submission.STATE_VARIABLE: state.url}
+    code: int | None = None
+    if not wants_end(state, id_, asked):
+        with ProcessGroup(assignment.directory) as group:
+            job = subprocess.Popen(
+                assignment.command,
+                process_group=group.id,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=assignment.directory,
+                env=assignment.environment | ours,
+                encoding="utf-8",
+                errors="replace",
+            )
+            output.begin(job.stdout)
+            while job.poll() is None:
+                if asked.is_set() if assignment.cluster else wants_end(state, id_, asked):
+                    end_group(group, assignment.application)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(POLL_SECONDS)
+            code = job.wait()
+            if not assignment.cluster and not wants_end(state, id_, asked):
+                group.await_end(DRIVER_SECONDS)  # a driver that has lost its JVM says so
+        output.finish()
+        if assignment.cluster and code is not None and not await_silence(state, id_, asked):
+            return
+    submission.insist(lambda: submission.end(state, id_, exit_code=code, error=failure_of(code, output.tail)))
+
+
+def await_silence(state: State, id_: str, asked: threading.Event) -> bool:
+    """Wait until a driver on a cluster has said how it ended, or says nothing any more: then it is asked to end.
+
+    :returns: ``False`` if this process was to end first.
+    """
+    heard, since = None, time.monotonic()
+    while time.monotonic() - since < STALE_SECONDS:
+        try:
+            found = submission.read(state, id_)
+            if found is None or found.ended_at is not None:
+                return True
+            beat = read_heartbeat(state, found.part)
+            if beat is not None and beat.submission == id_ and beat.at != heard:
+                heard, since = beat.at, time.monotonic()
+        except StateUnwritable:  # what cannot be heard is no silence
+            since = time.monotonic()
+        if asked.wait(POLL_SECONDS):
+            return False
+    submission.insist(lambda: submission.ask_to_stop(state, id_, submission.Asker.WATCHER))
+    return True
+
+
+def register(state: State, id_: str) -> bool:
+    """Write that this process keeps the job; ``False`` if it was given up before it began."""
+    found = submission.read(state, id_)
+    if found is None or found.ended_at is not None:
+        return False
+    submission.write(state, replace(found, keeper=Owner.this()))
+    return True
+
+
+def wants_end(state: State, id_: str, asked: threading.Event) -> bool:
+    """Whether the job has to end soon; a user who asks it to stop leaves that to the job."""
+    if asked.is_set():
+        return True
+    with contextlib.suppress(StateUnwritable):
+        return bool(submission.askers(state, id_) & submission.KILLERS)
+    return False
+
+
+def end_group(group: ProcessGroup, application: str) -> None:
+    """Ask the driver to end after its unit; after some seconds end all."""
+    # The driver alone at first: without the JVM it could not finish anything.
+    asked = False
+    for process in group.members():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[1:2] == [application]:
+                process.terminate()
+                asked = True
+    if not (asked and group.await_end(DRIVER_SECONDS)):
+        group.end(GROUP_SECONDS)
+
+
+def failure_of(code: int | None, tail: str) -> dict[str, str]:
+    """What is said of a job that has left no word itself.
+
+    :param code: the exit code of spark-submit, which is the engine's if that came so far; ``None`` if it never began.
+    :param tail: the end of its output.
+    """
+    wrong = code in (ExitCode.INVALID, ExitCode.REFUSED)
+    message = (
+        "the Spark job was ended before it began" if code is None else f"the Spark job ended with exit code {code}"
+    )
+    return {
+        "kind": "StreamFailed",
+        "message": message,
+        "solution": tail or "It has left no output.",
+        "retry": (Retry.FAIL if wrong else Retry.RETRY).value,
+    }
+
+
+class Output:
+    """The output of a job: masked, in a file of bounded size.
+
+    :param path: of the file; other logs beside it are removed when there are too many.
+    :param unended: ids of the submissions whose logs are not.
+    """
+
+    def __init__(self, path: Path, secrets: Sequence[str], unended: Collection[str] = ()) -> None:
+        for old in sorted(path.parent.glob("*.log*"))[: -2 * LOGS]:
+            if not old.name.startswith(tuple(unended)):
+                old.unlink(missing_ok=True)
+        self._secrets = sorted(secrets, key=len, reverse=True)
+        # As much of a secret may stand at the end of a piece without being known for one.
+        self._seam = max(map(len, secrets), default=1) - 1
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._file = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+        self._thread: threading.Thread | None = None
+
+    @property
+    def tail(self) -> str:
+        """Its last lines."""
+        return "\n".join(self._lines)[-TAIL_CHARACTERS:]
+
+    def begin(self, stream: IO[str] | None) -> None:
+        """Read a stream to its end, in a thread: a job whose output nobody reads stands still."""
+        assert stream is not None
+        self._thread = threading.Thread(target=self._drain, args=[stream], name="output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the rest, and close the file."""
+        if self._thread is not None:
+            self._thread.join(DRIVER_SECONDS)
+        self._file.close()
+
+    def _drain(self, stream: IO[str]) -> None:
+        held = ""
+        while piece := stream.readline(LINE_CHARACTERS):
+            text = self._masked(held + piece)
+            end = len(text) if piece.endswith("\n") else max(len(text) - self._seam, 0)
+            held = text[end:]
+            if end:
+                self._keep(text[:end])
+        if held:
+            self._keep(held)
+
+    def _masked(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    def _keep(self, text: str) -> None:
+        line = text.removesuffix("\n")
+        self._lines.append(line)
+        self._file.emit(logging.LogRecord("job", logging.INFO, "", 0, line, None, None))
+
+
+def main() -> None:
+    """Read the assignment and carry it out."""
+    assignment = Assignment(**json.load(sys.stdin))
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        keep(assignment, asked)
+    finally:
+        shutil.rmtree(assignment.directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

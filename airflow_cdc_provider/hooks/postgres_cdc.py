@@ -1,0 +1,128 @@
+"""The connection type ``postgres_cdc``: a Postgres server that changes are captured from."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import BaseHook
+from airflow.sdk.exceptions import AirflowNotFoundException
+
+from airflow_cdc_provider.engine.config import Source, connection_uri
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError
+
+if TYPE_CHECKING:
+    from airflow.sdk import Connection
+
+    from airflow_cdc_provider.engine.findings import Finding
+
+POSTGRES_TYPES = ("postgres", "postgres_cdc")
+
+# Fields of the connection itself, and a mode that ordinary sessions must not be in.
+_NOT_FROM_EXTRA = {"user", "password", "host", "port", "dbname", "replication"}
+
+
+class PostgresCdcHook(BaseHook):
+    """A Postgres server that changes are captured from.
+
+    :param postgres_cdc_conn_id: a connection of type ``postgres_cdc`` or ``postgres``.
+    """
+
+    conn_name_attr = "postgres_cdc_conn_id"
+    default_conn_name = "postgres_cdc_default"
+    conn_type = "postgres_cdc"
+    hook_name = "Postgres CDC"
+
+    def __init__(self, postgres_cdc_conn_id: str = default_conn_name, logger_name: str | None = None) -> None:
+        super().__init__(logger_name=logger_name)
+        self.postgres_cdc_conn_id = postgres_cdc_conn_id
+
+    def get_uri(self) -> str:
+        """The connection as a libpq URI.
+
+        :raises ConfigError: when the connection does not exist or is of another type.
+        """
+        return postgres_uri(self._connection())
+
+    def get_conn(self) -> Any:
+        """An autocommitting connection with the session settings of the engine."""
+        from airflow_cdc_provider.engine.connection import connect
+
+        return connect(self.get_uri(), settings={"lock_timeout": "0"})
+
+    def test_connection(self) -> tuple[bool, str]:
+        """Whether changes can be captured through this connection, and a sentence a check, failures first.
+
+        Nothing is changed. The extra fields ``slot`` and ``publication`` name what a pipeline is to use.
+        """
+        from airflow_cdc_provider.engine.readiness import check_server
+
+        try:
+            connection = self._connection()
+            extra = connection.extra_dejson
+            slot, publication = (extra.get(name) or "" for name in ("slot", "publication"))
+            findings = check_server(Source(postgres_uri(connection), (), slot, publication))
+        except CdcError as e:
+            return False, f"{sentence(e.message)} {e.solution}"
+        by_weight = sorted(findings, key=lambda finding: (finding.ok, not finding.warning))
+        return all(finding.ok for finding in findings), " ".join(map(_in_sentences, by_weight))
+
+    def _connection(self) -> Connection:
+        connection = find_connection(self.postgres_cdc_conn_id)
+        if connection.conn_type not in POSTGRES_TYPES:
+            raise ConfigError(
+                f"the connection {self.postgres_cdc_conn_id!r} is of type {connection.conn_type!r}",
+                f"Name a connection of type {' or '.join(POSTGRES_TYPES)}.",
+            )
+        return connection
+
+
+def find_connection(conn_id: str, wanted_by: str = "") -> Connection:
+    """Return a connection of Airflow.
+
+    :param wanted_by: what names the connection, for the message.
+    :raises ConfigError: when it does not exist.
+    """
+    try:
+        return BaseHook.get_connection(conn_id)
+    except AirflowNotFoundException as e:
+        named = f", named by {wanted_by}," if wanted_by else ""
+        raise ConfigError(
+            f"the Airflow connection {conn_id!r}{named} does not exist",
+            f"Add it in Admin > Connections, with `airflow connections add {conn_id} ...`, "
+            f"or as the variable AIRFLOW_CONN_{conn_id.upper()}.",
+        ) from e
+
+
+def postgres_uri(connection: Connection) -> str:
+    """A libpq URI, without those extras that steer Airflow's own hooks and that libpq would refuse."""
+    from psycopg.pq import Conninfo
+
+    known = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_FROM_EXTRA
+    extra = {
+        key: str(value) for key, value in connection.extra_dejson.items() if key in known and value not in (None, "")
+    }
+    host = connection.host or ""
+    if host.startswith("/"):  # the directory of a Unix socket cannot stand where a URI has its host
+        host, extra["host"] = "", host
+    return connection_uri(
+        json.dumps(
+            {
+                "login": connection.login,
+                "password": connection.password,
+                "host": host,
+                "port": connection.port,
+                "schema": connection.schema,
+                "extra": extra,
+            }
+        )
+    )
+
+
+def sentence(message: str) -> str:
+    """A message with the full stop that errors of the engine leave out."""
+    return message if message.endswith((".", "!", "?")) else f"{message}."
+
+
+def _in_sentences(finding: Finding) -> str:
+    return f"{finding.message} {finding.error.solution}" if finding.error else finding.message

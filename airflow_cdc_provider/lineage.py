@@ -1,0 +1,84 @@
+"""Which table is copied into which, in OpenLineage's terms, where its provider is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from airflow_cdc_provider.engine.config import Pipeline
+
+if TYPE_CHECKING:
+    from airflow.providers.openlineage.extractors import OperatorLineage
+
+
+@dataclass(frozen=True)
+class Place:
+    """A table as OpenLineage names those of Postgres.
+
+    :param server: ``postgres://host:port``.
+    :param table: ``database.schema.table``.
+    """
+
+    server: str
+    table: str
+
+    @classmethod
+    def of(cls, dsn: str, schema: str, table: str) -> Place:
+        """The place of a table on the server of a libpq URI; of several hosts the first."""
+        from psycopg.conninfo import conninfo_to_dict
+
+        parts = {name: str(value).partition(",")[0] for name, value in conninfo_to_dict(dsn).items() if value}
+        host = parts.get("host", "localhost")
+        server = "localhost" if host.startswith("/") else host  # the directory of a Unix socket
+        return cls(f"postgres://{server}:{parts.get('port', '5432')}", f"{parts['dbname']}.{schema}.{table}")
+
+
+Flow = tuple[Place, Place]
+"""A source table, and the table that its rows go to."""
+
+
+def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tuple[Flow, ...]:
+    """The flows of a pipeline, from its commit record; none where OpenLineage's provider is not installed.
+
+    :param tables: the source tables' labels, ``schema.table``; all by default.
+    :raises CdcError: when the sink cannot be asked.
+    """
+    if not is_wanted():
+        return ()
+    from airflow_cdc_provider.engine.run import existing_record
+
+    return tuple(
+        (
+            Place.of(pipeline.source.dsn, target.table.schema, target.table.name),
+            Place.of(pipeline.sink.dsn, target.schema, target.name),
+        )
+        for target in existing_record(pipeline).targets
+        if tables is None or target.table.label in tables
+    )
+
+
+def is_wanted() -> bool:
+    """Whether OpenLineage's provider is installed and switched on."""
+    try:
+        if importlib.util.find_spec("airflow.providers.openlineage") is None:
+            return False
+    except ModuleNotFoundError:
+        return False
+    from airflow.providers.openlineage.conf import is_disabled
+
+    return not is_disabled()
+
+
+def facets(flows: Collection[Flow]) -> OperatorLineage[Any, Any]:
+    """Flows as inputs and outputs of a task."""
+    from airflow.providers.common.compat.openlineage.facet import Dataset
+    from airflow.providers.openlineage.extractors import OperatorLineage
+
+    inputs = {source: None for source, _ in flows}
+    outputs = {target: None for _, target in flows}
+    return OperatorLineage(
+        inputs=[Dataset(namespace=place.server, name=place.table) for place in inputs],
+        outputs=[Dataset(namespace=place.server, name=place.table) for place in outputs],
+    )

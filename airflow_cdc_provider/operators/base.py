@@ -1,0 +1,48 @@
+"""The base of all operators: a pipeline file, retries as the engine's errors ask, lineage, a link to the CDC page."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import BaseOperator, BaseOperatorLink
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.lineage import Flow, facets, read_flows
+from airflow_cdc_provider.links.page import CdcPageLink
+from airflow_cdc_provider.retry import CDC_RETRY_POLICY
+
+if TYPE_CHECKING:
+    from airflow.providers.openlineage.extractors import OperatorLineage
+
+
+class CdcOperator(BaseOperator):
+    """A step of a pipeline.
+
+    :param pipeline: path of the pipeline file. (templated)
+    """
+
+    template_fields: Sequence[str] = ("pipeline",)
+    operator_extra_links: Collection[BaseOperatorLink] = (CdcPageLink(),)
+
+    def __init__(self, *, pipeline: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.pipeline = pipeline
+        # Not a default of the parameter: Airflow gives mapped operators None.
+        self.retry_policy = self.retry_policy or CDC_RETRY_POLICY
+        self._flows: Collection[Flow] = ()
+
+    def record_flows(self, pipeline: Pipeline, tables: Collection[str] | None = None) -> None:
+        """Note for OpenLineage what this task has copied; a sink that cannot be asked does not fail the task.
+
+        :param tables: labels of the source tables; all by default.
+        """
+        try:
+            self._flows = read_flows(pipeline, tables)
+        except CdcError as e:
+            self.log.warning("OpenLineage is not told of this task's tables: %s. %s", e.message, e.solution)
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> OperatorLineage[Any, Any]:
+        """What OpenLineage's listener asks a task for; never called where its provider is not installed."""
+        return facets(self._flows)

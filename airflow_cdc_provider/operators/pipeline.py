@@ -1,0 +1,133 @@
+"""Steps of a pipeline that need no Spark: preflight, provision, verify.
+
+Each is a shell over one command of the engine. Errors of the engine fail the task
+with what to do about them, and are retried only where trying again can help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk.exceptions import AirflowFailException
+
+from airflow_cdc_provider.engine.table import human_bytes
+from airflow_cdc_provider.hooks.cdc import airflow_failures, load_pipeline
+from airflow_cdc_provider.operators.base import CdcOperator
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+_DIFFERENCES_SHOWN = 10
+
+
+class CdcPreflightOperator(CdcOperator):
+    """Checks everything that the pipeline needs and changes nothing.
+
+    :param pipeline: path of the pipeline file. (templated)
+    """
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Run the checks; returns the findings."""
+        from airflow_cdc_provider.engine import commands
+
+        with airflow_failures():
+            result = commands.preflight(load_pipeline(self.pipeline).pipeline)
+        for finding in result["findings"]:
+            if finding["ok"] and not finding.get("warning"):
+                self.log.info("%s: %s", finding["check"], finding["message"])
+            else:
+                self.log.warning("%s: %s %s", finding["check"], finding["message"], finding.get("solution", ""))
+        return result
+
+
+class CdcProvisionOperator(CdcOperator):
+    """Makes publication, slot, plan and commit record, or verifies those that exist, and takes the epoch.
+
+    Its result carries ``epoch``, which snapshot and stream need, and the slot's
+    ``restart_lsn`` and ``confirmed_flush_lsn`` from before they ran.
+
+    :param pipeline: path of the pipeline file. (templated)
+    :param takeover: take the epoch even from a run that is alive.
+    """
+
+    def __init__(self, *, takeover: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.takeover = takeover
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Provision; returns epoch, consistent point, positions of the slot, tables and number of chunks."""
+        from airflow_cdc_provider.engine import commands
+
+        with airflow_failures():
+            result = commands.provision(load_pipeline(self.pipeline).pipeline, takeover=self.takeover)
+        self.log.info(
+            "Epoch %s: %s tables in %s chunks, consistent from %s.",
+            result["epoch"],
+            len(result["tables"]),
+            result["chunks"],
+            result["applied_lsn"],
+        )
+        return result
+
+
+class CdcVerifyOperator(CdcOperator):
+    """Compares source and sink, and fails when they differ.
+
+    :param pipeline: path of the pipeline file. (templated)
+    """
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Compare; returns the tables with their numbers of rows."""
+        from airflow_cdc_provider.engine import commands
+
+        with airflow_failures():
+            result = commands.verify(load_pipeline(self.pipeline).pipeline)
+        for table in result["tables"]:
+            self.log.info(
+                "%s: %s rows in the source, %s in the sink, %s.",
+                table["table"],
+                table["source_rows"],
+                table["target_rows"],
+                "equal" if table["equal"] else "different",
+            )
+        if not result["equal"]:
+            different = [table for table in result["tables"] if not table["equal"]]
+            lines = ["Source and sink differ.", *map(_describe_difference, different)]
+            if result.get("lag_bytes") and not result.get("live"):
+                lines.append(
+                    f"No stream is running, and {human_bytes(result['lag_bytes'])} of WAL are not applied yet:"
+                    " let one catch up, and compare again."
+                )
+            lines.append(_remedy([table["table"] for table in different]))
+            raise AirflowFailException("\n".join(lines))
+        return result
+
+
+def _remedy(tables: Sequence[str]) -> str:
+    options = " ".join(f"--table {table}" for table in tables)
+    return (
+        f"To repair the copy trigger the Dag cdc_resnapshot with Tables: {', '.join(tables)}; a Condition limits it to"
+        f" some of the rows. Or run `airflow-cdc resnapshot {options}`."
+    )
+
+
+def _describe_difference(table: Mapping[str, Any]) -> str:
+    differences = table["differences"]
+    shown = [f"{difference['kind']} {_describe_key(difference['key'])}" for difference in differences]
+    more = table.get("difference_count", len(shown)) - _DIFFERENCES_SHOWN
+    listed = ", ".join([*shown[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+    return f"{table['table']}: {table['source_rows']} rows in the source, {table['target_rows']} in the sink: {listed}"
+
+
+def _describe_key(key: object) -> str:
+    return ", ".join(_key_parts(key)) or "a row"
+
+
+def _key_parts(key: object) -> Iterator[str]:
+    if isinstance(key, Mapping):
+        yield from (f"{name}={value}" for name, value in key.items())
+    elif isinstance(key, list | tuple):
+        yield f"({', '.join(map(str, key))})"
+    elif key is not None:
+        yield str(key)

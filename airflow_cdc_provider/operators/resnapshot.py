@@ -1,0 +1,247 @@
+"""Reading tables again as a task: repair, backfill, and starting over."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from airflow_cdc_provider.engine.errors import ConfigError, Fenced, Retry, SecondWriter
+from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
+from airflow_cdc_provider.operators.base import CdcOperator
+from airflow_cdc_provider.triggers.request import RequestTrigger
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from airflow_cdc_provider.engine.catalog import Table
+    from airflow_cdc_provider.engine.config import Pipeline
+
+ROWS = ("all", "time", "key", "where")
+
+_REQUEST_KEY = "request"
+# The trigger withdraws the request at its deadline; only one that does not run any more is ended by Airflow.
+_OVERTIME_SECONDS = 60.0
+
+
+class CdcResnapshotOperator(CdcOperator):
+    """Reads tables, or some of their rows, again and merges them, while the stream goes on.
+
+    A live stream does it between two units of its own; the task leaves a request and defers until it has its outcome.
+    Where no stream lives the task reads the rows itself, in its worker; while another job writes, it defers until that
+    has ended. Only keys that the source does not have are deleted, and a reader never sees a row go back. The same may
+    be read any number of times, also at the same time. Returns ``rows`` and, in ``tables``, the rows of each table.
+
+    With ``everything`` publication and slot are made anew, and nothing is read yet: the result has the ``epoch`` under
+    which :class:`.CdcPlanOperator` and :class:`.CdcSnapshotOperator` then copy all tables.
+
+    :param pipeline: path of the pipeline file. (templated)
+    :param tables: as ``schema.table``, a list or a JSON list; all of the pipeline if there is none. (templated)
+    :param rows: ``all``; ``time``: those whose ``time_column`` lies in [``start``, ``end``); ``key``: those whose key,
+        or the first column of it, does; ``where``: those that match a condition on either side. (templated)
+    :param where: an SQL condition, for rows ``where``. (templated)
+    :param time_column: a column of type timestamp or date, for rows ``time``. (templated)
+    :param start: a time as ISO 8601 (without a zone in UTC), by default where the run's data interval begins; for rows
+        ``key`` a value of the key, by default the first. (templated)
+    :param end: the same for the end, which is not included. (templated)
+    :param everything: make publication and slot anew, for all tables: the repair for a lost slot.
+    """
+
+    template_fields: Sequence[str] = (
+        *CdcOperator.template_fields,
+        "tables",
+        "rows",
+        "where",
+        "time_column",
+        "start",
+        "end",
+    )
+
+    def __init__(
+        self,
+        *,
+        tables: Sequence[str] | str = (),
+        rows: str = "all",
+        where: str | None = None,
+        time_column: str | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        everything: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.tables = tables
+        self.rows = rows
+        self.where = where
+        self.time_column = time_column
+        self.start = start
+        self.end = end
+        self.everything = everything
+        self._withdraw: Callable[[], object] | None = None
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Ask the stream, or read; returns the numbers of rows."""
+        limit = self.execution_timeout
+        return self._proceed(context, None if limit is None else time.time() + limit.total_seconds())
+
+    def resume(self, context: Context, event: dict[str, Any], deadline: float | None) -> dict[str, Any]:
+        """Go on when there is an outcome, or nobody is in the way any more."""
+        if event["status"] == "timeout":
+            raise failure(
+                f"the rows have not been read within {self.execution_timeout}: "
+                + (event.get("waiting") or "others were at work all the time"),
+                "Give the task a longer execution_timeout. What it asked for has been withdrawn.",
+                Retry.RETRY.value,
+            )
+        return self._proceed(context, deadline)
+
+    def on_kill(self) -> None:
+        """Withdraw the request, if one was left."""
+        if self._withdraw is not None:
+            self._withdraw()
+
+    def _proceed(self, context: Context, deadline: float | None) -> dict[str, Any]:
+        from airflow_cdc_provider.engine import commands, requests
+        from airflow_cdc_provider.engine.requests import Standing
+        from airflow_cdc_provider.engine.run import existing_record
+        from airflow_cdc_provider.engine.state import State
+
+        with airflow_failures():
+            pipeline = load_pipeline(self.pipeline).pipeline
+            if self.everything:
+                return commands.start_over(pipeline)
+            state = State(pipeline.state)
+            captured = [target.table for target in existing_record(pipeline).targets]
+            labels = _listed(self.tables) or [table.label for table in captured]
+            where = self._condition(context, [table for table in captured if table.label in labels])
+            name = self._request(context, {"pipeline": pipeline.name, "tables": labels, "where": where})
+            self._withdraw = lambda: requests.withdraw(state, name)
+            standing = requests.standing(state, name)
+            if standing in (Standing.FREE, Standing.ORPHANED):
+                requests.withdraw(state, name)
+                self.log.info("To be read again: %s%s.", ", ".join(labels), f" where {where}" if where else "")
+                try:
+                    result = commands.resnapshot(pipeline, tables=labels, where=where, request=name)
+                except (SecondWriter, Fenced) as e:
+                    self.log.info("Another job is at work: %s", e.message)
+                    self._wait(pipeline, name, deadline)
+                if result["requested"] is None:
+                    self.record_flows(pipeline, result["tables"])
+                    return {"rows": result["rows"], "tables": result["tables"]}
+        outcome = requests.outcome(state, name)
+        if outcome is None:
+            self._wait(pipeline, name, deadline)
+        for table, count in outcome["rows"].items():
+            self.log.info("%s: the stream has read %s rows again.", table, count)
+        if "error" in outcome:
+            if outcome["error"]["retry"] == Retry.RETRY.value:
+                self._forget(context)
+            raise failure(
+                outcome["error"]["message"],
+                outcome["error"]["solution"],
+                outcome["error"]["retry"],
+                outcome["error"]["kind"],
+            )
+        self.record_flows(pipeline, outcome["rows"])
+        return {"rows": sum(outcome["rows"].values()), "tables": outcome["rows"]}
+
+    def _wait(self, pipeline: Pipeline, name: str, deadline: float | None) -> NoReturn:
+        self.defer(
+            trigger=RequestTrigger(pipeline.state, name, deadline),
+            method_name=self.resume.__name__,
+            kwargs={"deadline": deadline},
+            timeout=None if deadline is None else max(0.0, deadline - time.time()) + _OVERTIME_SECONDS,
+        )
+
+    def _request(self, context: Context, wanted: dict[str, Any]) -> str:
+        """The name of the task's request: that of an earlier try, unless the task was cleared or wants something else.
+
+        It is stored before the request is left, so that a worker's death in between leaves none that nobody knows.
+        """
+        from airflow_cdc_provider.engine.requests import new_name
+
+        store = context.get("task_state_store")
+        if store is None:
+            return new_name()
+        # What is stored outlives the clearing of a task, which raises max_tries; a retry does not.
+        this: dict[str, Any] = {
+            "epoch": context["ti"].max_tries,
+            "fingerprint": hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest(),
+        }
+        stored = store.get(_REQUEST_KEY)
+        if isinstance(stored, dict) and {key: stored.get(key) for key in this} == this:
+            return str(stored["name"])
+        name = new_name()
+        store.set(_REQUEST_KEY, {**this, "name": name})
+        return name
+
+    def _forget(self, context: Context) -> None:
+        """Let the next try ask anew, instead of finding this try's outcome."""
+        store = context.get("task_state_store")
+        if store is not None:
+            store.delete(_REQUEST_KEY)
+
+    def _condition(self, context: Context, tables: Sequence[Table]) -> str | None:
+        """What is asked of the rows.
+
+        :raises ConfigError: in the terms of the parameters when they do not go together.
+        """
+        from airflow_cdc_provider.engine import span
+
+        if self.rows not in ROWS:
+            raise ConfigError(f"rows is {self.rows!r}", f"Give one of: {', '.join(ROWS)}.")
+        needed = {"where": self.where, "time": self.time_column}
+        if self.rows in needed and not needed[self.rows]:
+            name = {"where": "condition (where)", "time": "time column (time_column)"}[self.rows]
+            raise ConfigError(f"rows is {self.rows!r}, and there is no {name}", "Give it, or choose other rows.")
+        if self.rows == "time":
+            column = str(self.time_column)
+            start, end = self._interval(context)
+            condition = span.time_condition(tables, column, span.parse_time(start), span.parse_time(end))
+            for label in span.nullable(tables, column):
+                self.log.warning(
+                    "Rows of %s without a value in %s are in no interval; read them with rows 'where' and the condition"
+                    " %s IS NULL, or read the whole table.",
+                    label,
+                    column,
+                    column,
+                )
+            return condition
+        if self.rows == "key":
+            return span.key_condition(tables, self.start or None, self.end or None)
+        return self.where if self.rows == "where" else None
+
+    def _interval(self, context: Context) -> tuple[str, str]:
+        """The times that were given, or the run's data interval."""
+        if self.start and self.end:
+            return self.start, self.end
+        if self.start or self.end:
+            raise ConfigError("only one end of the interval is given", "Give both, From and To, or none.")
+        start, end = context.get("data_interval_start"), context.get("data_interval_end")
+        if start is None or end is None:
+            raise ConfigError(
+                "the run has no data interval, as it was triggered by hand",
+                "Give From and To (parameters start and end), or create a backfill.",
+            )
+        if start == end:
+            raise ConfigError(
+                f"the run's data interval is empty, at {start.isoformat()}",
+                "Schedule the Dag with CronDataIntervalTimetable, or give start and end.",
+            )
+        return start.isoformat(), end.isoformat()
+
+
+def _listed(tables: Sequence[str] | str) -> list[str]:
+    """Names of tables from a list, or from the JSON that a template makes of one.
+
+    :raises ConfigError: when they are neither.
+    """
+    try:
+        found = json.loads(tables) if isinstance(tables, str) else list(tables)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"tables is {tables!r}", 'Give a list of names, such as ["public.orders"].')
+    return list(dict.fromkeys(found))

@@ -1,0 +1,102 @@
+"""The pipeline files that the page shows, as ``[airflow_cdc] pipelines`` says where they are."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError
+
+_SUFFIXES = (".yaml", ".yml")
+_SERVERS = ("source", "sink")
+# What the state says can be shown without the servers' addresses, which may be known on the workers alone.
+_NOWHERE = "postgresql://nowhere/nowhere"
+
+
+@dataclass(frozen=True)
+class PipelineFile:
+    """A pipeline file, right or wrong.
+
+    :param name: the pipeline's; of a file that is wrong, the file's.
+    :param pipeline: ``None`` if the file is wrong; source and sink have no addresses.
+    """
+
+    path: Path
+    name: str
+    pipeline: Pipeline | None = None
+    error: CdcError | None = None
+
+
+def find_pipelines(place: str) -> list[PipelineFile]:
+    """Find and read pipeline files.
+
+    :param place: a folder, or a glob of files.
+    :returns: by name; a file is wrong if another one before it has its name.
+    """
+    return sorted(_unique(map(read_pipeline, _paths(place))), key=lambda file: (file.name, file.path))
+
+
+def _paths(place: str) -> list[Path]:
+    folder = Path(place)
+    if folder.is_dir():
+        return sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+    return sorted(path for path in map(Path, glob.glob(place, recursive=True)) if path.is_file())
+
+
+def _unique(files: Iterable[PipelineFile]) -> Iterable[PipelineFile]:
+    seen: dict[str, Path] = {}
+    for file in files:
+        first = seen.setdefault(file.name, file.path) if file.pipeline else file.path
+        if first == file.path:
+            yield file
+        else:
+            error = ConfigError(
+                f"{file.path} is a pipeline {file.name!r}, and so is {first}",
+                "Give each pipeline a name of its own: it is that of its slot, publication and record.",
+            )
+            yield PipelineFile(file.path, file.path.stem, error=error)
+
+
+def read_pipeline(path: Path) -> PipelineFile:
+    """Read a pipeline file, unless it is as it was the last time."""
+    try:
+        found = path.stat()
+    except OSError:
+        return _read(path, 0, 0)
+    return _read(path, found.st_ctime_ns, found.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _read(path: Path, changed: int, size: int) -> PipelineFile:
+    try:
+        pipeline = _parse(path)
+    except CdcError as e:
+        return PipelineFile(path, path.stem, error=e)
+    return PipelineFile(path, pipeline.name, pipeline)
+
+
+def _parse(path: Path) -> Pipeline:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return Pipeline.load(path)  # which says what is wrong with it
+    return Pipeline.parse(_without_addresses(document))
+
+
+def _without_addresses(document: Any) -> Any:
+    """The document with addresses that lead nowhere, where it has one: the right number is for the parser to judge."""
+    if not isinstance(document, dict):
+        return document
+    sections = {name: document[name] for name in _SERVERS if isinstance(document.get(name), dict)}
+    return document | {
+        name: {key: value for key, value in section.items() if key not in ("dsn", "conn_id")} | {"dsn": _NOWHERE}
+        for name, section in sections.items()
+        if ("dsn" in section) != ("conn_id" in section)
+    }

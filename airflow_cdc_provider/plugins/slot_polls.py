@@ -1,0 +1,101 @@
+"""What source servers say of slots on which no job reports: asked in the background, so that no page waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import connected, without_database
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.errors import CdcError, Retry
+from airflow_cdc_provider.engine.slot import Slots, SlotState, read_slots
+from airflow_cdc_provider.hooks.cdc import load_pipeline
+
+POLL_SECONDS = 15.0
+_ANSWER_SECONDS = 3
+_SERVERS_AT_A_TIME = 4
+
+
+@dataclass(frozen=True)
+class Poll:
+    """An answer about one slot, or why there is none.
+
+    :param at: seconds since 1970.
+    :param slot: ``None`` if the server has no slot of this name.
+    """
+
+    at: float
+    slot: SlotState | None = None
+    error: CdcError | None = None
+
+
+class SlotPolls:
+    """The latest answers; those that are asked for and older than a while are fetched anew, one query a server."""
+
+    def __init__(self) -> None:
+        self._polls: dict[Path, Poll] = {}
+        self._asked: dict[Path, float] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_SERVERS_AT_A_TIME, thread_name_prefix="slot-poll")
+
+    def look(self, paths: Iterable[Path]) -> Mapping[Path, Poll]:
+        """What is known of the slots of pipeline files, at once.
+
+        :returns: without those that no server has been asked for yet.
+        """
+        wanted, now = list(paths), time.monotonic()
+        with self._lock:
+            due = [path for path in wanted if now - self._asked.get(path, -POLL_SECONDS) >= POLL_SECONDS]
+            self._asked.update(dict.fromkeys(due, now))
+            known = {path: self._polls[path] for path in wanted if path in self._polls}
+        if due:
+            self._pool.submit(self._ask, due)
+        return known
+
+    def _ask(self, paths: Iterable[Path]) -> None:
+        servers: dict[str, dict[Path, Pipeline]] = defaultdict(dict)
+        for path in paths:
+            try:
+                pipeline = load_pipeline(path).pipeline
+            except CdcError as e:
+                self._note({path: Poll(time.time(), error=e)})
+            else:
+                servers[without_database(pipeline.source.dsn)][path] = pipeline
+        for pipelines in servers.values():
+            self._pool.submit(self._ask_server, pipelines)
+
+    def _ask_server(self, pipelines: Mapping[Path, Pipeline]) -> None:
+        dsn = next(iter(pipelines.values())).source.dsn
+        slots = Slots(0, {})
+        error: CdcError | None = None
+        try:
+            with connected(_hasty(dsn), settings={"statement_timeout": f"{_ANSWER_SECONDS}s"}) as source:
+                slots = read_slots(source)
+        except CdcError as e:
+            error = e
+        except DRIVER_ERRORS as e:
+            error = driver_failure(e, "asking for the slots")
+        if error is not None and error.retry is not Retry.RETRY and len(pipelines) > 1:
+            # What one database refuses, the others may grant.
+            for path, pipeline in pipelines.items():
+                self._pool.submit(self._ask_server, {path: pipeline})
+            return
+        now = time.time()
+        self._note({path: Poll(now, slots.states.get(p.source.slot), error) for path, p in pipelines.items()})
+
+    def _note(self, polls: Mapping[Path, Poll]) -> None:
+        with self._lock:
+            self._polls.update(polls)
+
+
+def _hasty(dsn: str) -> str:
+    """The DSN of a session that is not waited for as long as a job would."""
+    separator = "&" if urlsplit(dsn).query else "?"
+    return f"{dsn}{separator}connect_timeout={_ANSWER_SECONDS}"

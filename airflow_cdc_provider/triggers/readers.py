@@ -1,0 +1,105 @@
+"""What triggers read of the servers of a pipeline: all slots of the source, the commit record of the sink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from airflow_cdc_provider.hooks.cdc import load_pipeline
+from airflow_cdc_provider.hooks.metrics import SlotMetrics
+from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.connection import Connection
+    from airflow_cdc_provider.engine.sinks.base import Record
+    from airflow_cdc_provider.engine.slot import Slots
+
+
+@dataclass(frozen=True)
+class Target:
+    """A slot that is watched, with what Airflow's connections were resolved to.
+
+    :param dsn: of the slot's server.
+    """
+
+    slot: str
+    dsn: str = field(repr=False)
+    pipeline: Pipeline | None = field(default=None, repr=False)
+
+    @classmethod
+    def resolve(cls, pipeline: str | None, conn_id: str | None, slot: str | None) -> Target:
+        """Find the server and the slot's name; asks Airflow for connections, so never in an event loop.
+
+        :param pipeline: path of a pipeline file; without it a connection and a slot.
+        :raises ConfigError: when the file is wrong, or a connection does not exist.
+        """
+        if pipeline is None:
+            return cls(str(slot), PostgresCdcHook(str(conn_id)).get_uri())
+        loaded = load_pipeline(pipeline).pipeline
+        return cls(loaded.source.slot, loaded.source.dsn, loaded)
+
+
+class SlotsReader:
+    """Reads all slots of a server by one query, over a connection that is kept.
+
+    :param dsn: of the server.
+    """
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._connection: Connection | None = None
+        self._metrics: SlotMetrics | None = None
+
+    def read(self) -> Slots:
+        """Look once, and tell Airflow's metrics.
+
+        :raises CdcError: when the server cannot be asked.
+        """
+        import psycopg2
+
+        from airflow_cdc_provider.engine.connection import connect, describe
+        from airflow_cdc_provider.engine.drivers import driver_failure
+        from airflow_cdc_provider.engine.slot import read_slots
+
+        try:
+            if self._connection is None:
+                self._connection = connect(self._dsn, "airflow-cdc triggerer")
+            slots = read_slots(self._connection)
+        except psycopg2.Error as e:
+            self.close()
+            raise driver_failure(e, f"the slots of {describe(self._dsn)} cannot be read") from e
+        self._metrics = self._metrics or SlotMetrics(self._dsn)
+        self._metrics.report(slots)
+        return slots
+
+    def close(self) -> None:
+        """Let the connection go."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class RecordReader:
+    """Reads a pipeline's commit record from its sink."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def read(self) -> Record | None:
+        """Look once.
+
+        :raises CdcError: when the sink cannot be asked.
+        """
+        import psycopg2
+
+        from airflow_cdc_provider.engine.drivers import driver_failure
+        from airflow_cdc_provider.engine.run import sink_of
+
+        try:
+            return sink_of(self._pipeline).record()
+        except psycopg2.Error as e:
+            raise driver_failure(e, "the commit record cannot be read") from e
+
+    def close(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,1 @@
+"""The provider in a real Airflow, one for all tests of this folder."""

@@ -1,0 +1,223 @@
+"""The page CDC in a real Chromium, served by a real Airflow, of pipelines that real jobs report on.
+
+``AIRFLOW_CDC_IMAGES=docs/images`` makes the pictures of the documentation anew.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+import yaml
+
+from airflow_cdc_provider.engine.history import read_history
+from airflow_cdc_provider.engine.ledger import write_ledger
+from airflow_cdc_provider.engine.state import State
+from tests.airflow.browser import LOOKS, Browser
+from tests.airflow.client import Client
+from tests.airflow.server import SECONDS, AirflowUnderTest
+from tests.conftest import Databases
+from tests.pipelines import PipelineUnderTest, execute
+
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
+
+DAG = """
+from airflow.sdk import DAG
+from airflow.providers.standard.operators.empty import EmptyOperator
+
+with DAG("cdc_{name}", tags=["cdc", "cdc:{name}"], schedule=None):
+    EmptyOperator(task_id="nothing")
+"""
+
+# Elements that show a scrollbar, or cut off what they hold, in the direction of reading.
+OVERFLOWING = """() => [document.documentElement, ...document.querySelectorAll("[data-cdc], [data-cdc] *")]
+    .filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0
+        && ["auto", "scroll", "visible"].includes(getComputedStyle(e).overflowX)
+        && !e.closest("svg") && getComputedStyle(e).display !== "inline")
+    .map((e) => `${e.tagName} ${e.textContent.slice(0, 60)}: ${e.scrollWidth} in ${e.clientWidth}`)"""
+
+
+@pytest.fixture(autouse=True)
+def no_pipelines(airflow: AirflowUnderTest) -> Iterator[None]:
+    """Leave no pipeline files behind."""
+    yield
+    shutil.rmtree(airflow.pipelines)
+    airflow.pipelines.mkdir()
+
+
+@pytest.fixture
+def shop(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
+    """A pipeline that has been copied; its file stands where the page looks, as ``shop``."""
+    tables = ["shop.customers", "shop.orders", "shop.order_lines"]
+    stream = {"heartbeat": "1 second", "max_retained_wal": "64MiB"}
+    pipeline = PipelineUnderTest(tmp_path, databases, tables, snapshot={"chunk_rows": 1000}, stream=stream)
+    pipeline.source("CREATE SCHEMA shop")
+    for number, table in enumerate(tables, 1):
+        pipeline.source(
+            f"CREATE TABLE {table} (id int PRIMARY KEY, body text)",
+            f"INSERT INTO {table} SELECT n, repeat('x', 80) FROM generate_series(1, {number * 8000}) n",
+        )
+    pipeline.provision()
+    pipeline.copy_tables()
+    write_ledger(pipeline.pipeline, State(pipeline.pipeline.state), pipeline.record)
+    source = pipeline.pipeline.source
+    # Slots of tests that run beside each other need names of their own; what people see is the name.
+    pipeline.change(source={"slot": source.slot, "publication": source.publication})
+    text = yaml.safe_dump(pipeline.document | {"pipeline": "shop"})
+    (airflow.pipelines / "shop.yaml").write_text(text, encoding="utf-8")
+    yield pipeline
+    pipeline.end_commands()
+
+
+@contextmanager
+def customers(dsn: str) -> Iterator[None]:
+    """Customers who buy, now more and now less."""
+    over = threading.Event()
+
+    def buy() -> None:
+        for n in range(10**6):
+            first = 10**6 + 300 * n
+            query = f"SELECT n, repeat('x', 80) FROM generate_series({first}, {first + n * 37 % 290}) n"
+            execute(dsn, f"INSERT INTO shop.orders {query}")
+            if over.wait(0.1):
+                return
+
+    buyer = threading.Thread(target=buy, daemon=True)
+    buyer.start()
+    yield
+    over.set()
+    buyer.join()
+
+
+def assert_fits(page: Any) -> None:
+    """Nothing is wider than its place, nor than the window."""
+    assert page.evaluate(OVERFLOWING) == []
+
+
+def test_nothing_yet(browser: Browser, client: Client) -> None:
+    client.await_dag("cdc_pipeline")
+    for width, mode in LOOKS:
+        with browser.look("plugin/cdc", width, mode) as page:
+            page.get_by_text("No pipelines yet").wait_for()
+            assert_fits(page)
+    with browser.look("dags/cdc_pipeline/plugin/cdc-pipelines") as page:
+        page.get_by_text("No pipeline belongs to this Dag").wait_for()
+        page.get_by_role("link", name="CDC", exact=True).wait_for()
+    with browser.look("") as page:
+        page.get_by_text("Browse").click()
+        page.get_by_role("menuitem", name="CDC").click()
+        page.get_by_text("No pipelines yet").wait_for()
+
+
+@pytest.mark.spark
+def test_one_pipeline_is_shown_and_stopped_and_resumed(
+    airflow: AirflowUnderTest, browser: Browser, client: Client, shop: PipelineUnderTest
+) -> None:
+    airflow.add_dag("cdc_shop", DAG.format(name="shop"))
+    client.await_dag("cdc_shop")
+    images = os.environ.get("AIRFLOW_CDC_IMAGES")
+    stream = shop.start("stream")
+    with customers(shop.databases.source):
+        samples = 14 if images else 3
+        state = State(shop.pipeline.state)
+        stream.until(lambda: len(read_history(state)["samples"]) >= samples, "samples", SECONDS)
+        for width, mode in LOOKS:
+            with browser.look("plugin/cdc", width, mode, height=1440 if width > 400 else 1600) as page:
+                for text in ("streaming", "budget 64.0 MiB", "shop.order_lines", "Recent batches", "None."):
+                    page.get_by_text(text).first.wait_for()
+                for name in ("Retained WAL: ", "shop.orders: 16 of 16 chunks copied"):
+                    page.get_by_role("img", name=name).wait_for()
+                page.get_by_role("button", name="Stop").wait_for()
+                assert_fits(page)
+                if images and (width, mode) != (390, "dark"):
+                    page.screenshot(path=f"{images}/cdc-page-{width}-{mode}.png")
+        with browser.look("dags/cdc_shop/plugin/cdc-pipelines") as page:
+            page.get_by_role("heading", name="shop", exact=True).wait_for()
+            assert_fits(page)
+    with browser.look("plugin/cdc?pipeline=shop") as page:
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("alertdialog").get_by_role("button", name="Stop").click()
+        page.get_by_text("Asked to stop: stream.").wait_for()
+        page.get_by_text("stopped", exact=True).wait_for()
+        page.get_by_role("button", name="Resume").click()
+        page.get_by_role("link", name="See the run").click()
+        page.wait_for_url("**/dags/cdc_shop/runs/**")
+    assert stream.wait().code == 0
+    assert len(client.runs("cdc_shop")) == 1
+
+
+def test_two_hundred_pipelines(airflow: AirflowUnderTest, browser: Browser, shop: PipelineUnderTest) -> None:
+    shop.apply()
+    document = yaml.safe_load((airflow.pipelines / "shop.yaml").read_text())
+    for number in range(199):
+        state = shop.directory / f"state{number}"
+        if number % 3:
+            shutil.copytree(shop.state, state, ignore=shutil.ignore_patterns("checkpoint"))
+        text = yaml.safe_dump(document | {"pipeline": f"pipeline_{number}", "state": f"file://{state}"})
+        (airflow.pipelines / f"pipeline_{number}.yaml").write_text(text if number else "pipeline: 1")
+    for width, mode in LOOKS:
+        with browser.look("plugin/cdc", width, mode) as page:
+            page.get_by_role("button", name="All 200").wait_for()
+            assert page.get_by_role("link", name="pipeline_").count() == 199
+            assert_fits(page)
+            page.get_by_label("Search pipelines").fill("_17")
+            page.get_by_role("link", name="pipeline_170").wait_for()
+            assert page.get_by_role("link", name="pipeline_").count() == 11
+            page.get_by_label("Search pipelines").fill("")
+            page.get_by_role("button", name="attention 1").click()
+            page.get_by_role("link", name="pipeline_0").click()
+            page.get_by_text("is not valid").wait_for()
+            page.get_by_role("link", name="All pipelines").click()
+            page.get_by_role("button", name="All 200").wait_for()
+
+
+def test_roles_see_what_airflow_lets_them(airflow: AirflowUnderTest, client: Client) -> None:
+    client.await_dag("cdc_pipeline")
+    document = {"pipeline": "shop", "source": {"conn_id": "a", "tables": ["a.b"]}, "sink": {"conn_id": "b"}}
+    text = yaml.safe_dump(document | {"state": str(airflow.directory / "nowhere")})
+    (airflow.pipelines / "shop.yaml").write_text(text, encoding="utf-8")
+    claims = jwt.decode(
+        httpx.get(f"{airflow.stack.base_url}/auth/token", trust_env=False).json()["access_token"],
+        options={"verify_signature": False},
+    )
+    requests = [
+        ("GET", "pipelines"),
+        ("GET", "pipelines/shop"),
+        ("POST", "pipelines/shop/stop"),
+        ("GET", "pipelines/shop/spark/1?application=app-1"),
+        ("GET", "pipelines/shop/spark/1?application=../app"),
+    ]
+
+    def answers(token: str) -> list[httpx.Response]:
+        headers = {"Authorization": f"Bearer {token}"}
+        return [
+            httpx.request(method, f"{airflow.stack.base_url}/cdc/api/{path}", headers=headers, trust_env=False)
+            for method, path in requests
+        ]
+
+    def token(role: str | None) -> str:
+        return jwt.encode(
+            claims | {"sub": "somebody", "role": role},
+            airflow.stack._environment["AIRFLOW__API_AUTH__JWT_SECRET"],
+            "HS512",
+        )
+
+    by_role = {role: answers(token(role)) for role in (None, "viewer", "user")}
+
+    assert {role: [answer.status_code for answer in found] for role, found in by_role.items()} == {
+        None: [403, 403, 403, 403, 403],
+        "viewer": [200, 200, 403, 307, 422],
+        "user": [200, 200, 200, 307, 422],
+    }
+    assert [answer.status_code for answer in answers("nonsense")] == [403] * 5
+    for role, may in (("viewer", False), ("user", True)):
+        allowed = by_role[role][1].json()["may"]
+        assert (allowed["stop"], allowed["run"]["may_trigger"], allowed["run"]["may_pause"]) == (may, may, may)

@@ -1,0 +1,22 @@
+"""What Prometheus gets of a job."""
+
+from __future__ import annotations
+
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def scrape(port: int | None) -> dict[tuple[str, str], float]:
+    """Every sample of a scrape, by its name and its labels, in the order of their names, but the pipeline's."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    assert all("pipeline" in sample.labels and "part" in sample.labels for sample in samples)
+    return {
+        (
+            sample.name.removeprefix("airflow_cdc_"),
+            ",".join(value for name, value in sorted(sample.labels.items()) if name != "pipeline"),
+        ): sample.value
+        for sample in samples
+    }

@@ -1,0 +1,45 @@
+"""Submissions for tests: a state, and jobs that are said to have been submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_cdc_provider.engine import submission
+from airflow_cdc_provider.engine.errors import StateUnwritable
+from airflow_cdc_provider.engine.state import Heartbeat, Owner, State
+from airflow_cdc_provider.engine.submission import Submission
+
+HERE = Owner.this()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> State:
+    return State(f"file://{tmp_path}/state")
+
+
+def submitted(state: State, part: str = "stream", **values: Any) -> Submission:
+    """A submission in the state."""
+    new = replace(Submission.new("shop", part, [part]), **values)
+    submission.write(state, new)
+    return new
+
+
+def beat(of: Submission | None, owner: Owner = HERE, at: float = 0.0, **progress: Any) -> Heartbeat:
+    return Heartbeat(owner, of.part if of else "stream", 7, at, False, progress, of.id if of else None)
+
+
+def failing(method: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """A method that fails as many times as a state that cannot be reached."""
+    left = [StateUnwritable("out of reach", "Wait.")] * times
+
+    def called(*arguments: Any) -> Any:
+        if left:
+            raise left.pop()
+        return method(*arguments)
+
+    return called

@@ -1,0 +1,71 @@
+"""Triggers driven in the test's process, as a triggerer drives them: several in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psycopg
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+from airflow_cdc_provider.triggers.slots import ExpectationTrigger
+
+SECONDS = 60.0
+
+
+def again(trigger: BaseTrigger) -> Any:
+    """The trigger that a triggerer makes of what was stored of one."""
+    path, kwargs = trigger.serialize()
+    assert path == f"{type(trigger).__module__}.{type(trigger).__name__}"
+    return type(trigger)(**kwargs)
+
+
+def expectation(kind: str, **kwargs: Any) -> ExpectationTrigger:
+    """A trigger that looks often, and is what a triggerer makes of it."""
+    made: ExpectationTrigger = again(ExpectationTrigger(kind=kind, **{"interval": 0.2, "timeout": SECONDS} | kwargs))
+    return made
+
+
+async def first(events: AsyncIterator[TriggerEvent]) -> TriggerEvent:
+    """The first event."""
+    return await asyncio.wait_for(anext(events), SECONDS)
+
+
+async def outcome(trigger: BaseTrigger) -> Any:
+    """The payload of the only event of a sensor's trigger."""
+    events = [event async for event in trigger.run()]
+    assert len(events) == 1
+    return events[0].payload
+
+
+def run(trigger: BaseTrigger) -> Any:
+    """Run a sensor's trigger to its end."""
+    return asyncio.run(asyncio.wait_for(outcome(trigger), SECONDS))
+
+
+def make_slot(dsn: str, name: str) -> None:
+    """Make a slot, as ``provision`` does."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
+
+
+def move_slot(dsn: str, name: str) -> None:
+    """Move both positions of a slot, as a stream that acknowledges does."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for _ in range(3):
+            connection.execute("SELECT pg_log_standby_snapshot()")
+            connection.execute("SELECT pg_logical_emit_message(true, 'test', 'x')")
+            connection.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", [name])
+
+
+def lose_slot(dsn: str) -> None:
+    """Write log until a server made for it (``LOSING``) has given its slots up."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for _ in range(4):
+            connection.execute("SELECT pg_logical_emit_message(false, 'test', 'x'), pg_switch_wal()")
+        connection.execute("CHECKPOINT")
+
+
+LOSING = {"max_slot_wal_keep_size": "1MB", "min_wal_size": "32MB", "max_wal_size": "32MB"}
+"""Settings of a server that gives slots up soon."""
