@@ -55,7 +55,8 @@ ServerMaker = Callable[..., PostgresServer]
 
 _numbers = itertools.count(1)
 
-_AIRFLOW_TESTS = "tests/airflow/"
+# They share an Airflow and a browser. When outages change the machine's network, a browser gives up its requests.
+_ONE_AFTER_THE_OTHER = ("tests/airflow/", "tests/outages/")
 
 _airflow_home = tempfile.TemporaryDirectory(prefix="cdc-airflow-")
 
@@ -72,8 +73,8 @@ def pytest_unconfigure() -> None:
 
 
 def _process_of(nodeid: str) -> str:
-    """What runs in the same process: the tests of a file, and all of :file:`airflow`, since they share an Airflow."""
-    return _AIRFLOW_TESTS if nodeid.startswith(_AIRFLOW_TESTS) else nodeid.partition("::")[0]
+    """What runs in the same process: the tests of a file, or of the folders above."""
+    return _ONE_AFTER_THE_OTHER[0] if nodeid.startswith(_ONE_AFTER_THE_OTHER) else nodeid.partition("::")[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -91,11 +92,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Part the tests among processes in the order above."""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneAirflow(LoadFileScheduling):
+    class OneAfterTheOther(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return _process_of(nodeid)
 
-    return OneAirflow(config, log) if config.getvalue("dist") == "loadfile" else None
+    return OneAfterTheOther(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests with a real Airflow, of which there is one a test process."""
+"""Fixtures of the tests with a real Airflow, which lives as long as they last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.airflow.server import AirflowUnderTest
 _running: list[AirflowUnderTest] = []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def airflow(server_directory: Path) -> Iterator[AirflowUnderTest]:
     """The Airflow, started by the first test that needs it."""
     airflow = AirflowUnderTest(server_directory / "airflow")
@@ -27,7 +27,7 @@ def airflow(server_directory: Path) -> Iterator[AirflowUnderTest]:
         airflow.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(airflow: AirflowUnderTest) -> Client:
     """Its REST API."""
     return airflow.client
