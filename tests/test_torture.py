@@ -218,13 +218,13 @@ def test_a_seed_determines_transactions() -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(1800)
 # Chosen for their first steps, which are few and among the gravest; the nemesis has the time for them that it needs.
-@pytest.mark.parametrize(("seed", "mode"), [(2509, "mirror"), (462, "changelog")])
+@pytest.mark.parametrize(("seed", "mode"), [(30968, "mirror"), (49717, "changelog")])
 def test_a_seed(seed: int, mode: str, server_directory: Path) -> None:
     lines: list[str] = []
     directory = server_directory / f"torture-{seed}"
     directory.mkdir()
     directory.chmod(0o755)
-    report = torture(seed, 20, mode, directory, lines.append, steps=4)
+    report = torture(seed, 20, mode, directory, lines.append, steps=3)
     assert report.wrong == [], "\n".join([*lines, *report.wrong])
     assert {"fail over to a standby", "start over"} <= report.counts["those steps"].keys()
     # What has not been seen proves nothing.

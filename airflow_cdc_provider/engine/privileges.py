@@ -33,6 +33,7 @@ SOURCE_FUNCTIONS = (
     "pg_get_replication_slots",
     "pg_logical_emit_message",
     "pg_partition_ancestors",
+    "pg_replication_slot_advance",
     "pg_terminate_backend",
     "pg_walfile_name",
 )

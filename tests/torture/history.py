@@ -194,10 +194,13 @@ END $$""",
     """
 CREATE FUNCTION torture.gap() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
-    INSERT INTO torture.gaps (start_lsn, end_lsn) VALUES (OLD.applied_lsn, NEW.applied_lsn);
+    INSERT INTO torture.gaps (start_lsn, end_lsn)
+    SELECT OLD.applied_lsn, NEW.applied_lsn WHERE EXISTS (
+        SELECT FROM airflow_cdc.chunks WHERE pipeline = NEW.pipeline AND xmin::text = pg_current_xact_id()::xid::text
+    );
     RETURN NULL;
 END $$""",
-    # Units change the applied LSN and notes the source; who changes both at once starts over.
+    # Units change the applied LSN, too; who starts over plans chunks in the same transaction.
     """
 CREATE FUNCTION torture.watch() RETURNS event_trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
@@ -207,7 +210,7 @@ BEGIN
     END IF;
     IF EXISTS (SELECT FROM pg_event_trigger_ddl_commands() WHERE object_identity = 'airflow_cdc.pipelines') THEN
         CREATE TRIGGER torture AFTER UPDATE ON airflow_cdc.pipelines FOR EACH ROW
-            WHEN (OLD.applied_lsn <> NEW.applied_lsn AND OLD.source <> NEW.source) EXECUTE FUNCTION torture.gap();
+            WHEN (OLD.applied_lsn <> NEW.applied_lsn) EXECUTE FUNCTION torture.gap();
     END IF;
 END $$""",
     "CREATE EVENT TRIGGER torture ON ddl_command_end WHEN TAG IN ('CREATE TABLE') EXECUTE FUNCTION torture.watch()",
