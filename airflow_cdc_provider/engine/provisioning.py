@@ -2,7 +2,7 @@
 
 Publication first, then the slot, then the barrier: from there on every transaction
 that the slot will not stream is visible to every new snapshot, and chunks may be
-read. The commit record comes after the slot, with the slot's consistent point as
+read. The commit record comes after the slot, with the slot's start as
 applied LSN. What is found in place is verified, not made again.
 """
 
@@ -70,8 +70,8 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         checks.check_publication(source, pipeline, tables, _settled(record, tables))
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
-            with _new_slot(source, pipeline, state, tables) as (identity, consistent):
-                sink.prepare(_targets(pipeline, tables), _plan(source, pipeline, tables), identity, consistent)
+            with _new_slot(source, pipeline, state, tables) as (identity, start):
+                sink.prepare(_targets(pipeline, tables), _plan(source, pipeline, tables), identity, start)
             epoch = take_epoch(pipeline, state, takeover)
         else:
             _refuse_other_mode(pipeline, record.identity)
@@ -153,12 +153,12 @@ def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
 def _new_slot(
     source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Make publication and slot anew and pass the barrier; gives the source's identity and the consistent point.
+    """Make publication and slot anew and pass the barrier; gives the source's identity and where the slot streams from.
 
     What fails half-way, or in the block, is taken back, unless the block has written the record, or another run has
     begun to do the same meanwhile; what is killed half-way is removed by the next try.
     """
-    consistent = None
+    start = None
     names = pipeline.source
     ours = {"slot": names.slot, "attempt": uuid.uuid4().hex}
     state.write(PROVISIONING, ours)
@@ -167,12 +167,12 @@ def _new_slot(
     created = create_publication(source, names.publication, tables)
     try:
         entries = published_entries(source, names.publication, tables)
-        consistent = slot.create_slot(source, names.slot)
+        start = slot.create_slot(source, names.slot)
         slot.barrier(source)
         identity = slot.read_identity(source, names.slot, names.publication).to_dict()
-        yield identity | entries | {"created_publication": created, "mode": pipeline.sink.mode}, consistent
+        yield identity | entries | {"created_publication": created, "mode": pipeline.sink.mode}, start
     except BaseException:
-        if state.read(PROVISIONING) == ours and not _may_be_recorded(pipeline, consistent):
+        if state.read(PROVISIONING) == ours and not _may_be_recorded(pipeline, start):
             slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
             if created:
                 drop_publication(source, names.publication)
@@ -180,9 +180,9 @@ def _new_slot(
         raise
 
 
-def _may_be_recorded(pipeline: Pipeline, consistent: int | None) -> bool:
-    """Whether the sink's record relies on the slot with this consistent point, as far as the sink can be asked."""
-    if consistent is None:
+def _may_be_recorded(pipeline: Pipeline, start: int | None) -> bool:
+    """Whether the sink's record relies on the slot that streams from there, as far as the sink can be asked."""
+    if start is None:
         return False
     try:
         record = sink_of(pipeline).record()
@@ -190,7 +190,7 @@ def _may_be_recorded(pipeline: Pipeline, consistent: int | None) -> bool:
         return True
     except DRIVER_ERRORS:
         return True
-    return record is not None and record.applied == consistent
+    return record is not None and record.applied == start
 
 
 def _settled(record: Record | None, tables: Sequence[Table]) -> Sequence[Table]:
@@ -281,9 +281,9 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
         begin(known.identity, slot.flushed(source), rehearsal=True)  # while there is something to return to
         state.write(PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)
-        with _new_slot(source, pipeline, state, tables) as (identity, consistent):
+        with _new_slot(source, pipeline, state, tables) as (identity, start):
             made = identity["created_publication"] or known.identity["created_publication"]
-            begin(identity | {"created_publication": made}, consistent)
+            begin(identity | {"created_publication": made}, start)
             if epoch is None:
                 epoch = take_epoch(pipeline, state, takeover)
     state.remove(PROVISIONING)
@@ -296,7 +296,7 @@ def _begin_again(
     targets: Sequence[Target],
     ledger: Ledger | None,
     identity: Mapping[str, Any],
-    consistent: int,
+    start: int,
     rehearsal: bool = False,
 ) -> None:
     """Let the record begin again, under an epoch of it; or make it anew, with the targets for which the ledger vouches.
@@ -304,9 +304,9 @@ def _begin_again(
     :param rehearsal: see :meth:`.Sink.prepare`.
     """
     if epoch is not None:
-        sink.restart(epoch, targets, identity, consistent, rehearsal)
+        sink.restart(epoch, targets, identity, start, rehearsal)
         return
     known = ledger.targets if ledger is not None else {}
     ours = {t.table.label for t in targets if known.get(t.table.label) == (t.schema, t.name)}
     chunks = [Chunk(target.table.label, 0, None, None) for target in targets]
-    sink.prepare(targets, chunks, identity, consistent, ours, rehearsal)
+    sink.prepare(targets, chunks, identity, start, ours, rehearsal)

@@ -26,10 +26,10 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.1
-_LONGEST_PAUSE = 5.0
 _FAILOVER_VERSION = 170000
-# The server writes three records of running transactions, of 56 bytes or more, when it waits for some at the creation.
-_LENGTH_OF_A_WAIT = 3 * 56
+# A stale catalog comes about only by way of Postgres' FULL_SNAPSHOT, which takes three records of running transactions
+# of 56 bytes or more. Who finds a record without any before that begins with a catalog that is whole.
+_BY_WAY_OF_FULL_SNAPSHOT = 3 * 56
 
 
 @dataclass(frozen=True)
@@ -203,28 +203,47 @@ def _leave_creation(connection: Connection, slot: str, consistent: int, timeout:
     restarts beyond its creation takes the snapshot that the server has written to its disk there, which is whole.
 
     The server writes one with each record of running transactions: at once where the role may ask for that record,
-    otherwise within 15 seconds. Nobody has read from the slot, nor relied on it, so nothing is passed over.
+    otherwise usually within half a minute. It serves when those have ended that were open at the end of the creation.
+    Nobody has read from the slot, nor relied on it, so nothing is passed over.
+
+    :param consistent: the slot's consistent point.
     """
     state = read_slot(connection, slot)
-    if state is not None and consistent - state.restart_lsn < _LENGTH_OF_A_WAIT:
+    if state is not None and consistent - state.restart_lsn < _BY_WAY_OF_FULL_SNAPSHOT:
         return consistent
-    may_ask = scalar(
-        connection, "SELECT has_function_privilege(to_regprocedure('pg_log_standby_snapshot()'), 'EXECUTE')"
-    )
-    advance = "SELECT end_lsn::text FROM pg_replication_slot_advance(%s, pg_current_wal_flush_lsn())"
-    deadline, pause = time.monotonic() + timeout, _POLL_SECONDS
-    while True:
-        if may_ask:
-            rows(connection, "SELECT pg_log_standby_snapshot()")
-        emit_marker(connection, "slot")  # writes the record to the disk, up to where a slot can be moved
-        start = parse_lsn(scalar(connection, advance, [slot]))
-        state = read_slot(connection, slot)
-        if state is not None and state.restart_lsn >= consistent:
-            return start
-        if time.monotonic() > deadline:
-            raise _blocked(connection, f"moving slot {slot!r} beyond its creation", timeout)
-        time.sleep(pause)  # longer each time, as the server decodes all since the creation again
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    deadline, pause, start = time.monotonic() + timeout, _POLL_SECONDS, None
+    # To advance may be to wait without a limit for the standbys in synchronized_standby_slots, from 17 on.
+    settings = "SELECT set_config('statement_timeout', %s, false), set_config('synchronous_commit', 'local', false)"
+    try:
+        while start is None and (began := time.monotonic()) < deadline:
+            rows(connection, settings, [f"{max(1, int((deadline - began) * 1000))}ms"])
+            end, restart = _advance(connection, slot)
+            if restart >= consistent:
+                start = end
+            else:
+                # All since the creation is decoded again each time.
+                pause = max(2 * pause, time.monotonic() - began)
+                time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
+    except psycopg2.errors.QueryCanceled:
+        pass
+    rows(connection, "RESET statement_timeout")
+    rows(connection, "RESET synchronous_commit")
+    if start is None:
+        raise _blocked(connection, f"moving slot {slot!r} beyond its creation", timeout)
+    return start
+
+
+def _advance(connection: Connection, slot: str) -> tuple[int, int]:
+    """Move a slot that nobody reads to the end of the log; returns the LSNs where it streams and where it restarts."""
+    ask = "SELECT has_function_privilege(to_regprocedure('pg_log_standby_snapshot()'), 'EXECUTE')"
+    if scalar(connection, ask):
+        rows(connection, "SELECT pg_log_standby_snapshot()")
+    # Its commit brings all before it to the disk; and where it ends, a record ends.
+    end = emit_marker(connection, "slot")
+    advance = "SELECT end_lsn::text FROM pg_replication_slot_advance(%s, %s)"
+    start = parse_lsn(scalar(connection, advance, [slot, format_lsn(end)]))
+    state = read_slot(connection, slot)
+    return start, state.restart_lsn if state is not None else 0
 
 
 def barrier(connection: Connection, timeout: float = WAIT_SECONDS) -> None:
@@ -281,7 +300,7 @@ def _blocked(connection: Connection, what: str, timeout: float) -> Blocked:
     return Blocked(
         f"{what} took longer than {timeout:g} seconds; it waits for: {blockers(connection)}",
         "End these transactions (COMMIT or ROLLBACK PREPARED for prepared ones; a session that waits in SyncRep needs"
-        " its standby), then try again.",
+        " its standby, and a slot those in synchronized_standby_slots), then try again.",
     )
 
 

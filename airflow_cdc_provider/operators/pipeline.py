@@ -56,13 +56,13 @@ class CdcProvisionOperator(CdcOperator):
         self.takeover = takeover
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Provision; returns epoch, consistent point, positions of the slot, tables and number of chunks."""
+        """Provision; returns epoch, start of the stream, positions of the slot, tables and number of chunks."""
         from airflow_cdc_provider.engine import commands
 
         with airflow_failures():
             result = commands.provision(load_pipeline(self.pipeline).pipeline, takeover=self.takeover)
         self.log.info(
-            "Epoch %s: %s tables in %s chunks, consistent from %s.",
+            "Epoch %s: %s tables in %s chunks, streamed from %s.",
             result["epoch"],
             len(result["tables"]),
             result["chunks"],

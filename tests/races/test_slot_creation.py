@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition
-from tests.conftest import PIPELINE_ROLE
-from tests.pipelines import query_rows, transaction
+from airflow_cdc_provider.engine import slot
+from airflow_cdc_provider.engine.errors import Blocked
+from airflow_cdc_provider.engine.sinks.base import Record
+from tests.conftest import PIPELINE_ROLE, ServerMaker
+from tests.pipelines import PipelineUnderTest, query_rows, transaction
 from tests.races.scene import SECONDS, Make, await_waiting
 
 pytestmark = pytest.mark.slow
 
 CREATED = "SELECT 1 FROM pg_replication_slots WHERE database = current_database() AND confirmed_flush_lsn IS NOT NULL"
+ROWS = "INSERT INTO public.t SELECT n, 'new' FROM generate_series({0}, {0} + 9) n"
 WAITS = "wait_event = 'transactionid' AND query LIKE '%pg_create_logical_replication_slot%'"
 
 
@@ -21,15 +30,11 @@ def elsewhere(n: int) -> str:
     return f"INSERT INTO public.elsewhere VALUES ({n})"
 
 
-@pytest.mark.parametrize("may_ask", [True, False])
-def test_a_table_is_truncated_while_the_slot_is_created(make_pipeline: Make, may_ask: bool) -> None:
-    """What goes into its new file can be streamed, whether the role may write the record that it takes or not."""
-    rows = "INSERT INTO public.t SELECT n, 'new' FROM generate_series({0}, {0} + 9) n"
-    pipeline = make_pipeline()
+@contextmanager
+def creating(pipeline: PipelineUnderTest) -> Iterator[tuple[Future[Record], psycopg.Connection[Any]]]:
+    """The provisioning, with a table truncated while the slot is created, and what is open at the creation's end."""
     dsn = pipeline.databases.source
     pipeline.source("CREATE TABLE public.elsewhere (id int)")
-    if may_ask:
-        pipeline.source(f"GRANT EXECUTE ON FUNCTION pg_log_standby_snapshot() TO {PIPELINE_ROLE}")
     with ThreadPoolExecutor(1) as pool, transaction(dsn, elsewhere(1)) as first:
         provisioned = pool.submit(pipeline.provision)
         await_waiting(dsn, f"{WAITS} AND {first.info.backend_pid} = ANY (pg_blocking_pids(pid))")
@@ -38,14 +43,39 @@ def test_a_table_is_truncated_while_the_slot_is_created(make_pipeline: Make, may
             first.commit()
             await_waiting(dsn, f"{WAITS} AND {second.info.backend_pid} = ANY (pg_blocking_pids(pid))")
             # From the first change on that may be streamed, Postgres keeps the snapshot that knows nothing of it.
-            with transaction(dsn, rows.format(1000)) as third:
+            with transaction(dsn, ROWS.format(1000)) as third:
                 second.commit()
                 assert await_condition(lambda: query_rows(dsn, CREATED) == [(1,)], SECONDS)
-                third.commit()
-        provisioned.result()
-    pipeline.source(rows.format(2000))
+                yield provisioned, third
+
+
+@pytest.mark.parametrize("version", ["15", "16", "16, may ask", "18"])
+def test_a_table_is_truncated_while_the_slot_is_created(
+    make_pipeline: Make, make_server: ServerMaker, request: pytest.FixtureRequest, version: str
+) -> None:
+    """What goes into its new file can be streamed, whether the role may write the record that it takes or not."""
+    binaries = request.getfixturevalue("system_binaries") if version == "15" else None
+    pipeline = make_pipeline(make_server(version[:2], binaries=binaries) if version != "16" else None)
+    if version == "16, may ask":
+        pipeline.source(f"GRANT EXECUTE ON FUNCTION pg_log_standby_snapshot() TO {PIPELINE_ROLE}")
+    with creating(pipeline) as (provisioned, third):
+        third.commit()
+        provisioned.result(SECONDS)
+    pipeline.source(ROWS.format(2000))
     pipeline.copy()
-    pipeline.source(rows.format(3000), "UPDATE public.t SET body = 'changed' WHERE id >= 2000")
+    pipeline.source(ROWS.format(3000), "UPDATE public.t SET body = 'changed' WHERE id >= 2000")
     pipeline.apply()
     pipeline.assert_equal()
     pipeline.assert_verified()
+
+
+def test_who_is_in_the_way_is_named(make_pipeline: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been made is taken back."""
+    monkeypatch.setattr(slot, "create_slot", partial(slot.create_slot, timeout=5.0))
+    pipeline = make_pipeline()
+    with creating(pipeline) as (provisioned, third):
+        with pytest.raises(Blocked, match=r"moving slot .* beyond its creation") as blocked:
+            provisioned.result(SECONDS)
+        assert f"session {third.info.backend_pid} of postgres" in str(blocked.value)
+    assert pipeline.source_rows(CREATED) == []
+    assert pipeline.source_rows("SELECT pubname FROM pg_publication") == []

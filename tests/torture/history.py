@@ -196,7 +196,7 @@ CREATE FUNCTION torture.gap() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER 
 BEGIN
     INSERT INTO torture.gaps (start_lsn, end_lsn)
     SELECT OLD.applied_lsn, NEW.applied_lsn WHERE EXISTS (
-        SELECT FROM airflow_cdc.chunks WHERE pipeline = NEW.pipeline AND xmin::text = pg_current_xact_id()::xid::text
+        SELECT FROM airflow_cdc.chunks WHERE pipeline = NEW.pipeline AND xmin = pg_current_xact_id()::xid
     );
     RETURN NULL;
 END $$""",

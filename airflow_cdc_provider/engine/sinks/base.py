@@ -180,7 +180,7 @@ class Sink(Protocol):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        consistent_point: int,
+        start: int,
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
@@ -209,10 +209,10 @@ class Sink(Protocol):
         epoch: int,
         targets: Sequence[Target],
         identity: Mapping[str, Any],
-        consistent_point: int,
+        start: int,
         rehearsal: bool = False,
     ) -> None:
-        """Begin again from another consistent point: every table is one unfinished chunk, whose rows replace it.
+        """Begin again from another start of the slot: every table is one unfinished chunk, whose rows replace it.
 
         :param rehearsal: as for :meth:`prepare`.
         :raises Fenced: when another run has taken over.

@@ -119,12 +119,12 @@ class PostgresRecord:
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        consistent_point: int,
+        start: int,
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
         """See :meth:`.base.Sink.prepare`."""
-        self._insistently(lambda: self._prepare(targets, chunks, identity, consistent_point, ours, rehearsal))
+        self._insistently(lambda: self._prepare(targets, chunks, identity, start, ours, rehearsal))
         if not rehearsal:
             failpoint("after-plan")
 
@@ -133,7 +133,7 @@ class PostgresRecord:
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        consistent_point: int,
+        start: int,
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
@@ -144,7 +144,7 @@ class PostgresRecord:
                 connection,
                 "INSERT INTO airflow_cdc.pipelines (pipeline, epoch, owner, applied_lsn, source)"
                 " VALUES (%s, 0, '', %s, %s) ON CONFLICT (pipeline) DO NOTHING RETURNING pipeline",
-                [self.pipeline, format_lsn(consistent_point), json.dumps(identity)],
+                [self.pipeline, format_lsn(start), json.dumps(identity)],
             )
             if not begun:
                 raise SecondWriter(
@@ -156,7 +156,7 @@ class PostgresRecord:
             for target in targets:
                 if target.table.label in ours and _exists(connection, target):
                     if self.mode == "changelog":
-                        self._refuse_older_history(connection, target, consistent_point)
+                        self._refuse_older_history(connection, target, start)
                     adopt_target(connection, self.pipeline, self.mode, target)
                 else:
                     prepare_target(connection, self.pipeline, self.mode, target)
@@ -196,7 +196,7 @@ class PostgresRecord:
         epoch: int,
         targets: Sequence[Target],
         identity: Mapping[str, Any],
-        consistent_point: int,
+        start: int,
         rehearsal: bool = False,
     ) -> None:
         """See :meth:`.base.Sink.restart`."""
@@ -205,7 +205,7 @@ class PostgresRecord:
             recorded = self._targets(connection)
             for target in targets:
                 if self.mode == "changelog" and _exists(connection, target):
-                    self._refuse_older_history(connection, target, consistent_point)
+                    self._refuse_older_history(connection, target, start)
                 before = recorded.get(target.table.label)
                 prepare_target(connection, self.pipeline, self.mode, before or target)
                 if before is not None:
@@ -218,7 +218,7 @@ class PostgresRecord:
                 connection,
                 "UPDATE airflow_cdc.pipelines SET applied_lsn = %s, source = %s, updated_at = clock_timestamp()"
                 " WHERE pipeline = %s",
-                [format_lsn(consistent_point), json.dumps(identity), self.pipeline],
+                [format_lsn(start), json.dumps(identity), self.pipeline],
             )
 
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
