@@ -26,6 +26,7 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.1
+_LONGEST_PAUSE = 5.0
 _FAILOVER_VERSION = 170000
 # A stale catalog comes about only by way of Postgres' FULL_SNAPSHOT, which takes three records of running transactions
 # of 56 bytes or more. Who finds a record without any before that begins with a catalog that is whole.
@@ -221,8 +222,8 @@ def _leave_creation(connection: Connection, slot: str, consistent: int, timeout:
             if restart >= consistent:
                 start = end
             else:
-                # All since the creation is decoded again each time.
-                pause = max(2 * pause, time.monotonic() - began)
+                # All since the creation is decoded again each time, which is to be half of the work at most.
+                pause = max(min(2 * pause, _LONGEST_PAUSE), time.monotonic() - began)
                 time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
     except psycopg2.errors.QueryCanceled:
         pass

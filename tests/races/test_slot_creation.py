@@ -79,3 +79,20 @@ def test_who_is_in_the_way_is_named(make_pipeline: Make, monkeypatch: pytest.Mon
         assert f"session {third.info.backend_pid} of postgres" in str(blocked.value)
     assert pipeline.source_rows(CREATED) == []
     assert pipeline.source_rows("SELECT pubname FROM pg_publication") == []
+
+
+def test_a_standby_that_has_gone_is_not_waited_for_without_end(
+    make_pipeline: Make, make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Postgres lets nobody move a slot beyond what the standbys have that are to keep it, and sets no limit to that."""
+    monkeypatch.setattr(slot, "create_slot", partial(slot.create_slot, timeout=5.0))
+    pipeline = make_pipeline(make_server("18"))
+    pipeline.source("SELECT pg_create_physical_replication_slot('standby', true)")
+    pipeline.source("ALTER SYSTEM SET synchronized_standby_slots = 'standby'")
+    pipeline.source("SELECT pg_reload_conf()")
+    with creating(pipeline) as (provisioned, third):
+        third.commit()
+        with pytest.raises(Blocked, match=r"moving slot .* beyond its creation") as blocked:
+            provisioned.result(SECONDS)
+    assert "synchronized_standby_slots" in blocked.value.solution
+    assert pipeline.source_rows(CREATED) == []
