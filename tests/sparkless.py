@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.run import existing_record, run_part
-from airflow_cdc_provider.engine.sinks import postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.slot import emit_marker
 from tests.pipelines import SECONDS, apply_stream, copy_chunk_of
 

@@ -197,7 +197,7 @@ def test_every_hazard_has_a_test(module: str, name: str) -> None:
 
 
 def test_every_metadata_column_is_in_the_table() -> None:
-    from airflow_cdc_provider.engine.sinks.postgres_definition import CHANGELOG_COLUMNS
+    from airflow_cdc_provider.engine.sinks.postgres.definition import CHANGELOG_COLUMNS
 
     text = read(ROOT / "docs" / "concepts.md")
     for column in CHANGELOG_COLUMNS:

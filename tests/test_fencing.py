@@ -21,7 +21,7 @@ import pytest
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.errors import Fenced, SecondWriter
-from airflow_cdc_provider.engine.sinks import postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.snapshot import copy_chunk
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
 from tests.conftest import Databases

@@ -15,7 +15,7 @@ import pytest
 from airflow_cdc_provider.engine.connection import connected, rows
 from airflow_cdc_provider.engine.drivers import driver_failure
 from airflow_cdc_provider.engine.errors import Fenced, LimitExceeded, StagingLost, StreamFailed
-from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
+from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.stream import _query_failure
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, apply_stream

@@ -7,8 +7,8 @@ import pytest
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.sinks import postgres_copy
-from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
+from airflow_cdc_provider.engine.sinks.postgres import copy as postgres_copy
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
 from tests.conftest import Databases
 
 

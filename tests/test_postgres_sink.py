@@ -19,10 +19,10 @@ from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import Fenced, ForeignTable, GateClosed, StagingLost, StreamFailed
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks import postgres_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
-from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
-from airflow_cdc_provider.engine.sinks.postgres_tables import FIRST_READ
+from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ
 from airflow_cdc_provider.engine.stage import END
 from airflow_cdc_provider.engine.visibility import Snapshot
 from tests.conftest import Databases, ServerMaker

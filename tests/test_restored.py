@@ -16,7 +16,7 @@ import pytest
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.errors import GateClosed
 from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
+from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest
 from tests.repairs.scene import LOST, ROWS, TABLE, assert_healed, carry_out, refused

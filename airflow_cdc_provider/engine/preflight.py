@@ -47,7 +47,7 @@ from airflow_cdc_provider.engine.privileges import (
 )
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.readiness import check_settings, find_publication, may_create_publication
-from airflow_cdc_provider.engine.sinks.postgres_definition import CHANGELOG_COLUMNS
+from airflow_cdc_provider.engine.sinks.postgres.definition import CHANGELOG_COLUMNS
 
 LONGEST_NAME = 63  # bytes
 

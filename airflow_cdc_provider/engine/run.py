@@ -40,7 +40,7 @@ from airflow_cdc_provider.engine.history import History
 from airflow_cdc_provider.engine.lag import Lag
 from airflow_cdc_provider.engine.metrics import require_client, serving
 from airflow_cdc_provider.engine.sinks.base import Record, Sink
-from airflow_cdc_provider.engine.sinks.postgres import PostgresSink
+from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot, reader_name, wait_until
 from airflow_cdc_provider.engine.state import (
     STALE_SECONDS,

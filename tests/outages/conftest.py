@@ -16,7 +16,7 @@ import pytest
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import connection, liveness
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.sinks import postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.slot import drop_slot, reader_name
 from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
 from tests.network import Network

@@ -16,8 +16,8 @@ from airflow_cdc_provider.engine.connection import Connection, condition, rows
 from airflow_cdc_provider.engine.effects import COUNT, ERASED, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.errors import TargetConflict
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
-from airflow_cdc_provider.engine.sinks.postgres_definition import domain_bases
-from airflow_cdc_provider.engine.sinks.postgres_key import TargetKey
+from airflow_cdc_provider.engine.sinks.postgres.definition import domain_bases
+from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same

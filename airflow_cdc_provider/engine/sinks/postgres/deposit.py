@@ -13,7 +13,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.connection import Connection, rows
 from airflow_cdc_provider.engine.errors import StagingLost
-from airflow_cdc_provider.engine.sinks.postgres_copy import copy_stream
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_stream
 
 _FRAGMENT_BYTES = 1 << 20
 

@@ -33,12 +33,12 @@ from airflow_cdc_provider.engine.sinks.base import (
     Target,
     Watermark,
 )
-from airflow_cdc_provider.engine.sinks.postgres_copy import copy_batches
-from airflow_cdc_provider.engine.sinks.postgres_definition import prepare_target, redefine
-from airflow_cdc_provider.engine.sinks.postgres_deposit import read_deposit, write_deposit
-from airflow_cdc_provider.engine.sinks.postgres_record import PostgresRecord
-from airflow_cdc_provider.engine.sinks.postgres_refusals import refusals
-from airflow_cdc_provider.engine.sinks.postgres_tables import FIRST_READ, TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
+from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
+from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
+from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
+from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
+from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements
 
 
 @dataclass(frozen=True)

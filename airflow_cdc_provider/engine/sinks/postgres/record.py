@@ -27,9 +27,9 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.locks import HOLDERS
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
-from airflow_cdc_provider.engine.sinks.postgres_definition import adopt_target, prepare_target, record_target, redefine
-from airflow_cdc_provider.engine.sinks.postgres_refusals import target_conflict
-from airflow_cdc_provider.engine.sinks.postgres_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.definition import adopt_target, prepare_target, record_target, redefine
+from airflow_cdc_provider.engine.sinks.postgres.refusals import target_conflict
+from airflow_cdc_provider.engine.sinks.postgres.tables import TableStatements
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 _RECORD_TABLES = """
