@@ -15,24 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """A table as OpenLineage names those of Postgres.
+    """A table as OpenLineage names it.
 
-    :param server: ``postgres://host:port``.
-    :param table: ``database.schema.table``.
+    :param server: of a table of Postgres, ``postgres://host:port``.
+    :param table: of a table of Postgres, ``database.schema.table``.
     """
 
     server: str
     table: str
-
-    @classmethod
-    def of(cls, dsn: str, schema: str, table: str) -> Place:
-        """The place of a table on the server of a libpq URI; of several hosts the first."""
-        from psycopg.conninfo import conninfo_to_dict
-
-        parts = {name: str(value).partition(",")[0] for name, value in conninfo_to_dict(dsn).items() if value}
-        host = parts.get("host", "localhost")
-        server = "localhost" if host.startswith("/") else host  # the directory of a Unix socket
-        return cls(f"postgres://{server}:{parts.get('port', '5432')}", f"{parts['dbname']}.{schema}.{table}")
 
 
 Flow = tuple[Place, Place]
@@ -47,12 +37,13 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
     """
     if not is_wanted():
         return ()
+    from airflow_cdc_provider.engine.connection import dataset
     from airflow_cdc_provider.engine.run import existing_record
 
     return tuple(
         (
-            Place.of(pipeline.source.dsn, target.table.schema, target.table.name),
-            Place.of(pipeline.sink.dsn, target.schema, target.name),
+            Place(*dataset(pipeline.source.dsn, target.table.schema, target.table.name)),
+            Place(*pipeline.sink.dataset(target.schema, target.name)),
         )
         for target in existing_record(pipeline).targets
         if tables is None or target.table.label in tables

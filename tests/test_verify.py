@@ -6,8 +6,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,7 +19,10 @@ from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, rows, scalar
 from airflow_cdc_provider.engine.errors import MissingPrivilege, StreamFailed, UnknownTable
 from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.verify import Pair, TableResult, compare, compare_changelog
+from airflow_cdc_provider.engine.sides import Sides
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides
+from airflow_cdc_provider.engine.verify import TableResult
 from tests.conftest import Databases, ServerMaker, drop_database
 
 TYPES_DDL = """
@@ -47,6 +50,20 @@ INSERT INTO public.t VALUES
 """
 
 
+def compare(
+    source: Connection,
+    sink: Connection,
+    targets: Sequence[Target],
+    live: verify.Live | None,
+    report: verify.Report = lambda table, done, total: None,
+    sides: Callable[[Connection, Connection, Target], Sides] = mirror_sides,
+) -> list[TableResult]:
+    """Compare with targets that are seen through a connection of the test's own."""
+    return verify.compare(
+        source, targets, lambda source, target: nullcontext(sides(source, sink, target)), live, report
+    )
+
+
 @dataclass
 class Session:
     """Connections to a test's databases; ``both`` runs a statement on either."""
@@ -59,11 +76,11 @@ class Session:
             rows(self.source, statement)
             rows(self.target, statement)
 
-    def pair(self, pattern: str = "public.t", target: str | None = None, where: str | None = None) -> Pair:
+    def pair(self, pattern: str = "public.t", target: str | None = None, where: str | None = None) -> Target:
         (table,) = resolve(self.source, (TableRule(pattern, where=where),), "mirror")
-        return Pair(table, table.schema, target or table.name)
+        return Target(table, table.schema, target or table.name)
 
-    def compare(self, pair: Pair | None = None, live: verify.Live | None = None) -> TableResult:
+    def compare(self, pair: Target | None = None, live: verify.Live | None = None) -> TableResult:
         (result,) = compare(self.source, self.target, [pair or self.pair()], live)
         return result
 
@@ -275,7 +292,7 @@ def test_a_failure_on_one_side_ends_the_other(session: Session) -> None:
     pair = session.pair(where="1 / (id - 1) > 0")
     started = time.monotonic()
     with pytest.raises(Exception, match="division by zero"):
-        session.compare(Pair(pair.table, "public", "slow"))
+        session.compare(Target(pair.table, "public", "slow"))
     assert time.monotonic() - started < 10
 
 
@@ -472,7 +489,9 @@ class Log:
         )
 
     def compare(self, live: verify.Live | None = None) -> TableResult:
-        (result,) = compare_changelog(self.session.source, self.session.target, [self.session.pair()], live)
+        (result,) = compare(
+            self.session.source, self.session.target, [self.session.pair()], live, sides=changelog_sides
+        )
         return result
 
 

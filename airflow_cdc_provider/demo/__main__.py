@@ -202,7 +202,7 @@ def tell_failure(screen: Screen, error: CdcError) -> None:
 
 def keep_running(run: DagRun) -> None:
     """Leave everything up until the user has seen enough."""
-    servers = f"source   {run.pipeline.source.dsn}\ntarget   {run.pipeline.sink.dsn}"
+    servers = f"source   {run.pipeline.source.dsn}\ntarget   {run.pipeline.sink.place}"
     run.screen.print(f"\nAirflow  {run.airflow.base_url}\n{servers}\n\nAll of it runs until you press Ctrl-C.")
     with suppress(KeyboardInterrupt):
         signal.pause()

@@ -36,7 +36,7 @@ from airflow_cdc_provider.engine.run import (
 )
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
-from airflow_cdc_provider.engine.verify import Pair, compare, compare_changelog
+from airflow_cdc_provider.engine.verify import compare
 
 Report = Callable[[str, dict[str, Any]], None]
 """Called with a command's name and its progress, about once a second."""
@@ -339,18 +339,15 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
     record = existing_record(pipeline)
     live = _streaming(State(pipeline.state))
-    mirror = pipeline.sink.mode == "mirror"
+    mirror, sink = pipeline.sink.mode == "mirror", sink_of(pipeline)
     compared = [t for t in record.targets if mirror or t.table.key]
-    pairs = [Pair(t.table, t.schema, t.name) for t in compared]
-    function = compare if mirror else compare_changelog
 
     def tell(table: str, done: int, total: int) -> None:
         report("verify", {"table": table, "done": done, "total": total})
 
-    patient = {"lock_timeout": "0"}  # readers of a target wait while the stream reads its table again
-    with connected(pipeline.source.dsn) as source, connected(pipeline.sink.dsn, settings=patient) as target:
+    with connected(pipeline.source.dsn) as source:
         lag, _ = _lag(source, record)
-        results = function(source, target, pairs, _LiveStream(pipeline) if live else None, tell)
+        results = compare(source, compared, sink.compared, _LiveStream(pipeline) if live else None, tell)
     return {
         "equal": all(result.equal for result in results),
         "tables": [result.as_dict() for result in results],

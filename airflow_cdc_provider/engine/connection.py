@@ -253,3 +253,13 @@ def condition(text: str) -> sql.Composable:
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def dataset(dsn: str, schema: str, table: str) -> tuple[str, str]:
+    """Namespace and name of a table in OpenLineage's terms; of several hosts the first."""
+    from psycopg.conninfo import conninfo_to_dict
+
+    parts = {name: str(value).partition(",")[0] for name, value in conninfo_to_dict(dsn).items() if value}
+    host = parts.get("host", "localhost")
+    server = "localhost" if host.startswith("/") else host  # the directory of a Unix socket
+    return f"postgres://{server}:{parts.get('port', '5432')}", f"{parts['dbname']}.{schema}.{table}"

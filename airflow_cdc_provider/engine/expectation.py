@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from airflow_cdc_provider.engine.config import Pipeline, parse_bytes
+from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.gate import REPAIR, refuse_lost
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.section import parse_bytes
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import Slots, SlotState
 from airflow_cdc_provider.engine.table import human_bytes

@@ -23,33 +23,24 @@ from psycopg2.extensions import connection as Connection
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connect, describe, row, rows
+from airflow_cdc_provider.engine.connection import connect, describe, rows
 from airflow_cdc_provider.engine.errors import (
     ConfigError,
-    ForeignTable,
     MissingPrivilege,
-    SinkIsSource,
     StateUnwritable,
 )
 from airflow_cdc_provider.engine.findings import Checks, Finding
 from airflow_cdc_provider.engine.metrics import require_client
 from airflow_cdc_provider.engine.privileges import (
-    RECORDS_SCHEMA,
-    SINK_FUNCTIONS,
     leaves_where,
-    may_execute,
     may_read,
-    may_select,
-    may_write,
     quoted_user,
     sees_all_rows,
     takes_writes,
 )
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.readiness import check_settings, find_publication, may_create_publication
-from airflow_cdc_provider.engine.sinks.postgres.definition import CHANGELOG_COLUMNS
-
-LONGEST_NAME = 63  # bytes
+from airflow_cdc_provider.engine.sinks.base import CHANGELOG_NAMES
 
 
 def preflight(pipeline: Pipeline) -> list[Finding]:
@@ -77,18 +68,10 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
             if tables is not None:
                 for name, table_check in _TABLE_CHECKS.items():
                     checks.run(name, partial(table_check, source, pipeline, tables))
-        sink = open_connection("sink", pipeline.sink.dsn)
-        if sink is not None:
-            checks.run("sink functions", partial(may_execute, sink, SINK_FUNCTIONS))
-        # Who may not ask a server for its identifier has been told so.
-        if sink is not None and source is not None and checks.passed("functions", "sink functions"):
-            checks.run("identity", partial(_identity, source, sink, pipeline))
-        if sink is not None and tables is not None:
+        if tables is not None:
             checks.run("targets", partial(_target_names, pipeline, tables))
             checks.run("names", partial(_changelog_names, pipeline, tables))
-            targets = [target_name(pipeline, table) for table in tables]
-            checks.run("sink privileges", partial(may_write, sink, targets, pipeline.sink.mode))
-            checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
+        pipeline.sink.check(checks, source, pipeline, tables)
     checks.run("state", partial(_state, pipeline.state))
     if pipeline.metrics.prometheus is not None:
         checks.run("metrics", partial(require_client, pipeline))
@@ -140,15 +123,6 @@ def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[T
     return f"Publication {name!r} exists and has all tables."
 
 
-def _identity(source: Connection, sink: Connection, pipeline: Pipeline) -> str:
-    query = "SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system())::text, pg_catalog.current_database()"
-    if row(source, query) == row(sink, query):
-        raise SinkIsSource(
-            f"source and sink are the same database, {describe(pipeline.sink.dsn)}", "Give sink.dsn another database."
-        )
-    return "Source and sink are different databases."
-
-
 def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
     counts = Counter(target_name(pipeline, table) for table in tables)
     for (schema, name), count in counts.items():
@@ -157,49 +131,18 @@ def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
                 f"sink.schema: {count} source tables would share the target {schema}.{name}",
                 "Use {schema} in sink.schema, or capture one of them in another pipeline.",
             )
-        if len(schema.encode()) > LONGEST_NAME:
-            raise ConfigError(
-                f"sink.schema: {schema} has {len(schema.encode())} bytes, of which Postgres would cut all after the"
-                f" {LONGEST_NAME}th",
-                "Give sink.schema a shorter text.",
-            )
     return "Every table has a target of its own."
 
 
 def _changelog_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
     for table in tables if pipeline.sink.mode == "changelog" else ():
-        if taken := sorted(CHANGELOG_COLUMNS.keys() & {column.name for column in table.columns}):
+        if taken := sorted(CHANGELOG_NAMES & {column.name for column in table.columns}):
             raise ConfigError(
                 f"source.tables: {table.label} has columns of the names {', '.join(taken)}, which the changelog gives"
                 " columns of its own",
                 "Leave them out with `columns`, rename them at the source, or use sink.mode: mirror.",
             )
     return "No column has a name that the changelog needs."
-
-
-def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    recorded: dict[tuple[str, str], tuple[str, str]] = {}
-    if may_select(sink, (RECORDS_SCHEMA, "tables")):
-        query = f"SELECT target_schema, target_table, pipeline, source_table FROM {RECORDS_SCHEMA}.tables"
-        recorded = {(schema, name): (owner, table) for schema, name, owner, table in rows(sink, query)}
-    for table in tables:
-        schema, name = target_name(pipeline, table)
-        owner = recorded.get((schema, name))
-        if owner == (pipeline.name, table.label):
-            continue
-        target = sql.Identifier(schema, name)
-        advice = "Empty or drop the table, or give the pipeline another target schema (sink.schema)."
-        if owner is not None:
-            raise ForeignTable(
-                f"the target table {schema}.{name} belongs to pipeline {owner[0]!r}, which copies {owner[1]} into it",
-                "Give the pipeline another target schema (sink.schema), or drop the other one.",
-            )
-        if may_select(sink, (schema, name)) and rows(sink, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(target)):
-            raise ForeignTable(
-                f"the target table {schema}.{name} exists and has rows that pipeline {pipeline.name!r} did not write",
-                advice,
-            )
-    return "No target table has rows of others."
 
 
 def _state(url: str) -> str:

@@ -1,25 +1,17 @@
 """What the roles of a pipeline may do, and the SQL that grants what they lack.
 
-Neither role is a superuser. The source's may replicate, and read its tables; the
-sink's owns, or may write, the commit record and the target tables. Each function
-here is a check: it returns a sentence, or raises :class:`.MissingPrivilege` whose
-solution is the statement for an administrator.
+None is a superuser. The source's may replicate, and read its tables. Each function here is a check: it returns a
+sentence, or raises :class:`.MissingPrivilege` whose solution is the statement for an administrator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-
-from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
 from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.wal import open_replication
-
-RECORDS_SCHEMA = "airflow_cdc"
-_RECORDS = ("pipelines", "tables", "chunks")
 
 # Everybody may execute them by default; where servers are hardened, that has been revoked.
 SOURCE_FUNCTIONS = (
@@ -37,7 +29,6 @@ SOURCE_FUNCTIONS = (
     "pg_terminate_backend",
     "pg_walfile_name",
 )
-SINK_FUNCTIONS = ("pg_control_system", "pg_terminate_backend")
 
 
 def quoted_user(connection: Connection) -> str:
@@ -179,54 +170,7 @@ def takes_writes(connection: Connection) -> str:
     )
 
 
-def may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Literal["mirror", "changelog"]) -> str:
-    """Check that record, staging and target tables can be created where they are missing, and written where not.
-
-    :param targets: schema and name of each target table.
-    """
-    if scalar(sink, "SELECT pg_catalog.pg_is_in_recovery()"):
-        raise ServerNotReady("the sink is a standby", "Give sink.dsn the primary's address.")
-    takes_writes(sink)
-    user = quoted_user(sink)
-    tables = [*((RECORDS_SCHEMA, name) for name in _RECORDS), *targets]
-    schemas = _schema_privileges(sink, sorted({schema for schema, _ in tables}))
-    found = _table_privileges(sink, tables)
-    may_create = scalar(sink, "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE')")
-    lacking, statements = [], []
-    for schema in sorted({schema for schema, _ in tables}):
-        quoted = sql.Identifier(schema).as_string(sink)
-        if schema not in schemas:
-            if not may_create:
-                lacking.append(f"create schema {schema}")
-                statements.append(f"CREATE SCHEMA {quoted} AUTHORIZATION {user};")
-            continue
-        # Staging tables come and go; where all targets exist, nothing has to be created.
-        complete = schema != RECORDS_SCHEMA and all(table in found for table in tables if table[0] == schema)
-        wanted = ["USAGE"] if complete else ["USAGE", "CREATE"]
-        missing = [privilege for privilege in wanted if privilege not in schemas[schema]]
-        if missing:
-            lacking.append(f"{'create tables in' if 'CREATE' in missing else 'use'} schema {schema}")
-            statements.append(f"GRANT {', '.join(missing)} ON SCHEMA {quoted} TO {user};")
-    for table in tables:
-        # A mirror is merged into, a changelog appended to.
-        append_only = mode == "changelog" and table[0] != RECORDS_SCHEMA
-        wanted = ["SELECT", "INSERT"] if append_only else ["SELECT", "INSERT", "UPDATE", "DELETE"]
-        missing = [privilege for privilege in wanted if privilege not in found.get(table, wanted)]
-        if missing:
-            lacking.append(f"{', '.join(missing)} {'.'.join(table)}")
-            statements.append(f"GRANT {', '.join(missing)} ON {sql.Identifier(*table).as_string(sink)} TO {user};")
-    hidden = [".".join(table) for table in targets if "ROWS" not in found.get(table, ["ROWS"])]
-    if hidden:
-        lacking.append(f"see all rows of {', '.join(hidden)}, which have row-level security")
-        statements.append(f"ALTER ROLE {user} WITH BYPASSRLS;")
-    if lacking:
-        raise MissingPrivilege(
-            f"role {user} may not, in the sink: {'; '.join(lacking)}", f"Run: {' '.join(statements)}"
-        )
-    return "Schemas and tables can be created and written in the sink."
-
-
-def _schema_privileges(connection: Connection, names: Sequence[str]) -> dict[str, list[str]]:
+def schema_privileges(connection: Connection, names: Sequence[str]) -> dict[str, list[str]]:
     """What the role may do in those of the schemas that exist."""
     query = (
         "SELECT nspname, ARRAY(SELECT p FROM pg_catalog.unnest('{USAGE,CREATE}'::text[]) AS p"
@@ -235,7 +179,7 @@ def _schema_privileges(connection: Connection, names: Sequence[str]) -> dict[str
     return dict(rows(connection, query, [list(names)]))
 
 
-def _table_privileges(connection: Connection, names: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+def table_privileges(connection: Connection, names: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
     """What the role may do with those of the tables that exist; ``ROWS`` stands for seeing all of them."""
     query = (
         "SELECT n.nspname, c.relname, ARRAY(SELECT p FROM pg_catalog.unnest('{SELECT,INSERT,UPDATE,DELETE}'::text[])"
@@ -248,10 +192,3 @@ def _table_privileges(connection: Connection, names: Sequence[tuple[str, str]]) 
     )
     found = rows(connection, query, [[schema for schema, _ in names], [name for _, name in names]])
     return {(schema, name): privileges for schema, name, privileges in found}
-
-
-def may_select(connection: Connection, table: tuple[str, str]) -> bool:
-    """Whether a table exists and the role may read it."""
-    return "SELECT" in _table_privileges(connection, [table]).get(table, []) and "USAGE" in _schema_privileges(
-        connection, [table[0]]
-    ).get(table[0], [])

@@ -40,7 +40,6 @@ from airflow_cdc_provider.engine.history import History
 from airflow_cdc_provider.engine.lag import Lag
 from airflow_cdc_provider.engine.metrics import require_client, serving
 from airflow_cdc_provider.engine.sinks.base import Record, Sink
-from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot, reader_name, wait_until
 from airflow_cdc_provider.engine.state import (
     STALE_SECONDS,
@@ -68,7 +67,7 @@ def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
 
     :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
     """
-    return PostgresSink(pipeline.sink.dsn, pipeline.name, pipeline.sink.mode, part)
+    return pipeline.sink.open(pipeline.name, part)
 
 
 def budget_of(pipeline: Pipeline) -> Budget:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -34,6 +34,8 @@ from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
 
 _POLL_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,10 @@ def copy_chunks(
         if run.stopping:
             return None
         try:
-            (result,) = spark.sparkContext.parallelize([task], 1).map(copy_chunk).collect()
+            (written,) = spark.sparkContext.parallelize([task], 1).map(write_chunk).collect()
         except (Py4JError, PySparkException) as e:
             return _task_failure(task, e)
-        return result
+        return commit_chunk(task, written)
 
     def progress(running: frozenset[Place] = frozenset()) -> SnapshotProgress:
         return SnapshotProgress(len(tasks), frozenset(finished), rows, time.monotonic() - started, running)
@@ -214,18 +216,40 @@ def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:
     )
 
 
-def copy_chunk(task: ChunkTask) -> int | CdcError:
-    """Copy one chunk; runs on an executor. Errors are returned: Spark would only try again at once."""
-    try:
+def write_chunk(task: ChunkTask) -> Any:
+    """Read one chunk and write it; runs on an executor. Errors are returned: Spark would only try again at once."""
+
+    def write() -> Any:
         reader = SnapshotReader(task.read)
         try:
-            written = task.sink.write_chunk(
+            return task.sink.write_chunk(
                 task.epoch, task.target, task.chunk, task.read.origin, reader.batches(), reader.finish
             )
         finally:
             reader.close()
+
+    return _with_errors_returned(task, write)
+
+
+def commit_chunk(task: ChunkTask, written: Any) -> int | CdcError:
+    """Commit a chunk that a task has written; its rows, or the error that came of either."""
+    if written is None or isinstance(written, CdcError):
+        return written or 0
+    committed = _with_errors_returned(
+        task, lambda: task.sink.commit_chunk(task.epoch, task.target, task.chunk, task.read.origin, written)
+    )
+    return committed or 0
+
+
+def copy_chunk(task: ChunkTask) -> int | CdcError:
+    """Read, write and commit one chunk where it is called."""
+    return commit_chunk(task, write_chunk(task))
+
+
+def _with_errors_returned(task: ChunkTask, work: Callable[[], T]) -> T | CdcError:
+    try:
+        return work()
     except CdcError as e:
         return e
     except tuple(DRIVER_ERRORS) as e:
         return driver_failure(e, f"chunk {task.chunk.title} from {describe(task.read.dsn)}")
-    return written or 0

@@ -1,6 +1,6 @@
 """Whether source tables and their copies are equal, and which keys differ.
 
-Rows stay where they are. Each side cuts its key space into the same *buckets*, by a hash of the key's text, and says
+Each side cuts its key space into the same *buckets*, by a hash of the key's text, and says
 for each how many rows it holds and the sums of two hashes of them. Only buckets that disagree are opened: their keys
 and row hashes are fetched and merged. Ranges of keys would not do, as two servers need not order text alike.
 
@@ -15,45 +15,29 @@ again; a key that never comes to rest is *unsettled*, which is not a difference.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Literal, Protocol, TypeVar
 
-import psycopg2
-from psycopg2 import sql
-
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, scalar
 from airflow_cdc_provider.engine.errors import StreamFailed
-from airflow_cdc_provider.engine.fold import UNKNOWN, Key, Relation, Sides, changelog_sides, mirror_sides
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.sides import UNKNOWN, Entry, Key, Side, Sides
+from airflow_cdc_provider.engine.sinks.base import Target
 
 NAMED = 1000  # differences named a table; more are only counted
-PAGE = 1000  # keys read by one query
 ROUNDS = 20
 PASS_TIMEOUT = 600.0
 
-_FETCH = "FETCH 10000 FROM opened"
-
 T = TypeVar("T")
 Kind = Literal["missing", "extra", "different"]
-MakeSides = Callable[[Connection, Connection, Table, tuple[str, str]], Sides]
+OpenSides = Callable[[Connection, Target], AbstractContextManager[Sides]]
 Report = Callable[[str, int, int], None]
-Row = tuple[Any, ...]
 State = tuple[tuple[tuple[str | None, ...], str | None], ...]  # the rows at a key, normally one: cells and version
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A source table and where its copy stands."""
-
-    table: Table
-    target_schema: str
-    target_table: str
 
 
 class Live(Protocol):
@@ -102,32 +86,28 @@ class TableResult:
 
 def compare(
     source: Connection,
-    sink: Connection,
-    pairs: Sequence[Pair],
+    targets: Sequence[Target],
+    open_sides: OpenSides,
     live: Live | None,
     report: Report = lambda table, done, total: None,
 ) -> list[TableResult]:
-    """Compare tables with their mirrors.
+    """Compare tables with their mirrors, or tables that have a key with what their changelogs add up to.
 
     :param source: autocommitting, to the primary.
-    :param sink: autocommitting.
+    :param open_sides: see :meth:`.sinks.base.Sink.compared`.
     :param live: the stream that keeps the copies up to date, ``None`` when none runs.
     :param report: called with a table's label, the buckets done and the buckets in all.
     :raises StreamFailed: when the live stream does not pass a position in time.
     :raises UnknownTable: when a target table or one of its columns does not exist.
     """
-    return _Comparison(source, sink, live, report).tables(pairs, mirror_sides)
-
-
-def compare_changelog(
-    source: Connection,
-    sink: Connection,
-    pairs: Sequence[Pair],
-    live: Live | None,
-    report: Report = lambda table, done, total: None,
-) -> list[TableResult]:
-    """Compare tables that have a key with what their changelogs add up to; otherwise as :func:`compare`."""
-    return _Comparison(source, sink, live, report).tables(pairs, changelog_sides)
+    comparison = _Comparison(source, live, report)
+    if live is not None:
+        comparison.catch_up(live)  # or every change it lags behind becomes a candidate
+    results = []
+    for target in targets:
+        with open_sides(source, target) as sides:
+            results.append(comparison.table(sides))
+    return results
 
 
 @dataclass
@@ -150,24 +130,15 @@ class _Tally:
 @dataclass(frozen=True)
 class _Comparison:
     source: Connection
-    sink: Connection
     live: Live | None
     report: Report
 
-    def tables(self, pairs: Sequence[Pair], sides: MakeSides) -> list[TableResult]:
-        if self.live is not None:
-            self._catch_up(self.live)  # or every change it lags behind becomes a candidate
-        return [
-            self._table(sides(self.source, self.sink, pair.table, (pair.target_schema, pair.target_table)))
-            for pair in pairs
-        ]
-
-    def _table(self, sides: Sides) -> TableResult:
+    def table(self, sides: Sides) -> TableResult:
         table, tally = sides.table, _Tally(sides.table.key or [column.name for column in sides.table.columns])
         buckets = sides.bucket_count(self.source)
         self.report(table.label, 0, buckets)
-        with sides.source.reading(self.source), sides.target.reading(self.sink):
-            ours, theirs = self._both(_checksums, lambda side: side.scan(buckets), sides)
+        with sides.source.reading(), sides.target.reading():
+            ours, theirs = _both(sides, lambda side: side.scan(buckets))
             source_rows, target_rows = (sum(count for count, *_ in side.values()) for side in (ours, theirs))
             differing = [bucket for bucket in ours.keys() | theirs.keys() if ours.get(bucket) != theirs.get(bucket)]
             self.report(table.label, buckets - len(differing), buckets)
@@ -189,8 +160,8 @@ class _Comparison:
         """Merge the rows of some buckets; give the keys at which they differ."""
         if not opened:
             return
-        first = self._both(_declare, lambda side: side.open(buckets, opened), sides)
-        entries = [_entries(0, self.source, first[0]), _entries(1, self.sink, first[1])]
+        first = _both(sides, lambda side: side.open(buckets, opened))
+        entries = [_entries(side, opened) for side, opened in enumerate(first)]
         for _, group in groupby(heapq.merge(*entries, key=_position), key=_position):
             found: tuple[list[Any], list[Any]] = ([], [])
             for side, (_, _, texts, cells, version) in group:
@@ -206,10 +177,10 @@ class _Comparison:
         for _ in range(ROUNDS):
             if not candidates:
                 break
-            before = _read(self.source, sides.source, candidates)
-            self._catch_up(live)
-            copies = _read(self.sink, sides.target, candidates)
-            after = _read(self.source, sides.source, candidates)
+            before = _read(sides.source, candidates)
+            self.catch_up(live)
+            copies = _read(sides.target, candidates)
+            after = _read(sides.source, candidates)
             pending, resting = [], set()
             for key in candidates:
                 first, copy, last = before.get(key, ()), copies.get(key, ()), after.get(key, ())
@@ -224,7 +195,7 @@ class _Comparison:
             candidates, suspects = pending, resting
         return len(candidates)
 
-    def _catch_up(self, live: Live) -> None:
+    def catch_up(self, live: Live) -> None:
         """Wait until the sink has applied all that snapshots of the source taken before could see."""
         # Committed, the marker also flushes what it follows; "local" means without waiting for a standby.
         marker = "SELECT pg_logical_emit_message(true, 'airflow_cdc', 'verify') FROM set_config(%s, %s, true)"
@@ -237,50 +208,34 @@ class _Comparison:
                 " caught up, or after `airflow-cdc stop`.",
             )
 
-    def _both(
-        self, run: Callable[[Connection, sql.Composable], T], query: Callable[[Relation], sql.Composable], sides: Sides
-    ) -> list[T]:
-        """Run a query on both sides at the same time."""
-        connections = (self.source, self.sink)
-        with ThreadPoolExecutor(2) as pool:
-            pairs = zip(connections, (sides.source, sides.target), strict=True)
-            futures = [pool.submit(run, connection, query(side)) for connection, side in pairs]
-            try:
-                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                    future.result()
-            except BaseException:
-                for connection in connections:  # the other side may scan for long
-                    with contextlib.suppress(psycopg2.Error):
-                        connection.cancel()
-                raise
-            return [future.result() for future in futures]
+
+def _both(sides: Sides, ask: Callable[[Side], T]) -> list[T]:
+    """Ask both sides at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(ask, side) for side in (sides.source, sides.target)]
+        try:
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
+        except BaseException:
+            for side in (sides.source, sides.target):  # the other may scan for long
+                side.cancel()
+            raise
+        return [future.result() for future in futures]
 
 
-def _checksums(connection: Connection, query: sql.Composable) -> dict[int, list[Any]]:
-    return {bucket: checksum for bucket, *checksum in rows(connection, query)}
+def _entries(side: int, entries: Iterable[Entry]) -> Iterator[tuple[int, Entry]]:
+    return ((side, entry) for entry in entries)
 
 
-def _declare(connection: Connection, query: sql.Composable) -> list[Row]:
-    rows(connection, sql.SQL("DECLARE opened NO SCROLL CURSOR FOR {}").format(query))
-    return rows(connection, _FETCH)
-
-
-def _entries(side: int, connection: Connection, batch: list[Row]) -> Iterator[tuple[int, Row]]:
-    while batch:
-        yield from ((side, entry) for entry in batch)
-        batch = rows(connection, _FETCH)
-
-
-def _position(entry: tuple[int, Row]) -> Row:
+def _position(entry: tuple[int, Entry]) -> tuple[int, str]:
     return entry[1][:2]
 
 
-def _read(connection: Connection, side: Relation, keys: Sequence[Key]) -> dict[Key, State]:
+def _read(side: Side, keys: Sequence[Key]) -> dict[Key, State]:
     found: dict[Key, list[Any]] = {}
-    with side.reading(connection):
-        for start in range(0, len(keys), PAGE):
-            for key, cells, version in rows(connection, side.read(keys[start : start + PAGE])):
-                found.setdefault(tuple(key), []).append((tuple(cells), version))
+    with side.reading():
+        for key, cells, version in side.read(keys):
+            found.setdefault(tuple(key), []).append((tuple(cells), version))
     return {key: _state(entries) for key, entries in found.items()}
 
 

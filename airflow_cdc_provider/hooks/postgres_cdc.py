@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
 
-from airflow_cdc_provider.engine.config import Source, connection_uri
+from airflow_cdc_provider.engine.config import Source
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.section import connection_uri
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection

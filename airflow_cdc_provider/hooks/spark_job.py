@@ -63,7 +63,7 @@ class SparkJobHook(SparkSubmitHook):
         binary, self._home = find_spark_submit(connection.extra_dejson.get("spark-binary") or DEFAULT_SPARK_BINARY)
         try:
             super().__init__(
-                conf={**_QUIET, **loaded.pipeline.spark.conf, **conf},
+                conf={**_QUIET, **loaded.pipeline.spark_conf, **conf},
                 conn_id=conn_id,
                 name=name,
                 spark_binary=binary,
@@ -100,7 +100,7 @@ class SparkJobHook(SparkSubmitHook):
                 log=str(log),
                 secrets=[
                     *passwords(pipeline.source.dsn),
-                    *passwords(pipeline.sink.dsn),
+                    *pipeline.sink.secrets,
                     *(value for value in self._secrets.values() if len(value) > _WORD),
                 ],
             )

@@ -137,7 +137,7 @@ class CdcSlotGuardOperator(BaseOperator):
 
 
 def _bytes(name: str, value: object) -> int:
-    from airflow_cdc_provider.engine.config import parse_bytes
+    from airflow_cdc_provider.engine.section import parse_bytes
 
     try:
         return parse_bytes(value)

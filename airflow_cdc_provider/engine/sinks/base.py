@@ -22,10 +22,15 @@ import pyarrow as pa
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.lag import behind
 from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.sides import Sides
 from airflow_cdc_provider.engine.visibility import Snapshot
+
+CHANGELOG_NAMES = frozenset({"_op", "_commit_lsn", "_seq", "_xid", "_commit_ts", "_before", "_unchanged"})
+"""The columns that a changelog has beside the source's."""
 
 
 @dataclass(frozen=True)
@@ -238,16 +243,25 @@ class Sink(Protocol):
         origin: Origin,
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
-    ) -> int | None:
-        """Commit a chunk: rows, then the watermark that ``finish`` returns, in one step. Runs on an executor.
+    ) -> Any:
+        """Write a chunk: rows, then the watermark that ``finish`` returns. Runs on an executor.
 
-        The rows of a chunk without bounds replace what the table holds.
+        A store with transactions commits it in the same step, others write the rows where :meth:`commit_chunk` finds
+        them. The rows of a chunk without bounds replace what the table holds.
 
         :param origin: the server that the rows come from.
         :param batches: the captured columns as text.
-        :returns: rows written; ``None`` when the chunk had been committed before.
+        :returns: what :meth:`commit_chunk` needs, picklable; ``None`` when the chunk had been committed before.
         :raises Fenced: when the epoch is another's.
         :raises StreamFailed: when another part of the run has gone on to another server, and noted it in the record.
+        """
+
+    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: Any) -> int | None:
+        """Commit a chunk that has been written, if that was not done in one step. Runs on the driver, in any thread.
+
+        :param written: what :meth:`write_chunk` returned.
+        :returns: rows of the chunk; ``None`` when it had been committed before.
+        :raises CdcError: as :meth:`write_chunk`.
         """
 
     def replace(
@@ -345,6 +359,13 @@ class Sink(Protocol):
         """Keep others from taking the epoch while something is done beside the sink.
 
         :raises Fenced: when the epoch is another's.
+        """
+
+    def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
+        """A table and its target, as a comparison reads them.
+
+        :param source: autocommitting, to the primary.
+        :raises UnknownTable: when the target or one of its columns does not exist.
         """
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:

@@ -26,6 +26,7 @@ from airflow_cdc_provider.engine.errors import Fenced, GateClosed, StagingLost, 
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.sides import Sides
 from airflow_cdc_provider.engine.sinks.base import (
     MissingValues,
     Staged,
@@ -38,6 +39,7 @@ from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
+from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides
 from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements
 
 
@@ -99,6 +101,10 @@ class PostgresSink(PostgresRecord):
             failpoint("before-chunk-commit")
         failpoint("after-chunk-commit")
         return count
+
+    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: int) -> int:
+        """See :meth:`.base.Sink.commit_chunk`: its task has committed it."""
+        return written
 
     def replace(
         self,
@@ -223,6 +229,14 @@ class PostgresSink(PostgresRecord):
             return [(n, places[text]) for n, text in enumerate(texts) if text in places]
         with connected(self.dsn) as connection:
             return TableStatements(connection, target).members(members, keys)
+
+    @contextlib.contextmanager
+    def compared(self, source: Connection, target: Target) -> Iterator[Sides]:
+        """See :meth:`.base.Sink.compared`."""
+        # Readers of a target wait while the stream reads its table again.
+        with connected(self.dsn, settings={"lock_timeout": "0"}) as sink:
+            sides = mirror_sides if self.mode == "mirror" else changelog_sides
+            yield sides(source, sink, target)
 
     def _copy_rows(
         self, connection: Connection, target: Target, batches: Iterator[pa.RecordBatch], applied: str, seq: int

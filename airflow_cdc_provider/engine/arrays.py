@@ -1,0 +1,36 @@
+"""The text of one-dimensional ``text[]`` values, as Postgres's ``array_out`` writes it and ``array_in`` reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_NEEDS_QUOTES = r'(?i:^null$)|^$|[{}",\\ \t\n\r\x0b\x0c]'
+_ELEMENT = re.compile(r'"((?:[^"\\]|\\.)*)"|([^,{}]+)', re.DOTALL)
+
+
+def array_texts(columns: Sequence[pa.Array]) -> pa.Array:
+    """Row by row the text of the array of all columns' values.
+
+    :param columns: of strings, at least one.
+    """
+    return pc.binary_join_element_wise(
+        "{", pc.binary_join_element_wise(*map(_elements, columns), ","), "}", "", null_handling="emit_null"
+    )
+
+
+def _elements(column: pa.Array) -> pa.Array:
+    escaped = pc.replace_substring_regex(column, r'(["\\])', r"\\\1")
+    quoted = pc.binary_join_element_wise('"', escaped, '"', "")
+    return pc.fill_null(pc.if_else(pc.match_substring_regex(column, _NEEDS_QUOTES), quoted, column), "NULL")
+
+
+def array_elements(text: str) -> tuple[str, ...]:
+    """The elements of an array's text, none of which is NULL."""
+    return tuple(
+        re.sub(r"\\(.)", r"\1", match[1], flags=re.DOTALL) if match[2] is None else match[2]
+        for match in _ELEMENT.finditer(text)
+    )

@@ -1,0 +1,184 @@
+"""The sides of a comparison where the target is not in Postgres: its rows are fetched, and hashed here.
+
+The sink gives rows as texts, exactly as Postgres writes them; arrays of texts are then put into the text that Postgres
+gives them, so that keys and contents have the same MD5 sum on both sides. Only sums and, of buckets that disagree,
+hashes are kept.
+
+The events of a changelog are folded to the row that each key has now, in one pass over all of them: see
+:mod:`.sinks.postgres.sides` for what belongs to a row's life.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.arrays import array_elements, array_texts
+from airflow_cdc_provider.engine.connection import Connection
+from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.relation import content_of_cells, shipped_hash, source_side, whole_content
+from airflow_cdc_provider.engine.sides import UNKNOWN, Entry, Found, Key, Sides
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+Rows: TypeAlias = Callable[[Target, Sequence[Key] | None], Iterator[pa.RecordBatch]]
+"""All rows of a target, or those at some keys: the captured columns as texts. Of a changelog all events: with them
+``_op``, ``_commit_lsn``, ``_seq``, ``_before`` and ``_unchanged``, as texts too."""
+
+_PAGE = 1000  # keys read at once
+_LAST = (1 << 63) - 1  # rows without a sequence number sort after those that have one
+
+
+@contextmanager
+def row_sides(source: Connection, target: Target, mode: Mode, rows: Rows) -> Iterator[Sides]:
+    """A table and its target, of which only the rows can be had; see :meth:`.sinks.base.Sink.compared`."""
+    hashed = shipped_hash(source)
+    shape = whole_content if mode == "mirror" else content_of_cells
+    content, cells = shape(target.table, hashed)
+    copy = RowSide(target, rows, mirror_rows if mode == "mirror" else changelog_rows)
+    yield Sides(target.table, source_side(source, target.table, content, cells, hashed), copy)
+
+
+@dataclass(frozen=True)
+class Rowset:
+    """Rows of a target, column by column.
+
+    :param keys: the keys' texts.
+    :param key_texts: each key as the text of an array.
+    :param contents: as the source has them.
+    :param cells: as the source has them.
+    """
+
+    keys: Sequence[Key]
+    key_texts: Sequence[str]
+    contents: Sequence[str]
+    cells: Sequence[Sequence[str | None]]
+
+
+@dataclass(frozen=True)
+class RowSide:
+    """See :class:`.Side`; each scan reads the target from its beginning.
+
+    :param shaped: makes of batches of rows what is compared.
+    """
+
+    target: Target
+    rows: Rows
+    shaped: Callable[[Target, Iterable[pa.RecordBatch]], Iterator[Rowset]]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """See :meth:`.Side.reading`: each read is as consistent as the sink makes it."""
+        yield
+
+    def scan(self, buckets: int) -> Mapping[int, Sequence[Any]]:
+        """See :meth:`.Side.scan`."""
+        found: dict[int, list[int]] = {}
+        for rowset in self.shaped(self.target, self.rows(self.target, None)):
+            for key, content in zip(rowset.key_texts, rowset.contents, strict=True):
+                first, second = _hashes(content)
+                sums = found.setdefault(_hashes(key)[0] & (buckets - 1), [0, 0, 0])
+                sums[0] += 1
+                sums[1] += first
+                sums[2] += second
+        return found
+
+    def open(self, buckets: int, opened: Sequence[int]) -> Iterable[Entry]:
+        """See :meth:`.Side.open`."""
+        wanted, found = set(opened), []
+        for rowset in self.shaped(self.target, self.rows(self.target, None)):
+            for text, key, cells in zip(rowset.key_texts, rowset.keys, rowset.cells, strict=True):
+                hashed = _hashes(text)[0]
+                if hashed & (buckets - 1) in wanted:
+                    found.append((hashed, text, key, cells, None))
+        return sorted(found, key=lambda entry: entry[:2])
+
+    def read(self, keys: Sequence[Key]) -> Iterator[Found]:
+        """See :meth:`.Side.read`."""
+        for start in range(0, len(keys), _PAGE):
+            page = keys[start : start + _PAGE]
+            wanted = set(page)
+            for rowset in self.shaped(self.target, self.rows(self.target, page)):
+                for key, cells in zip(rowset.keys, rowset.cells, strict=True):
+                    if key in wanted:
+                        yield key, cells, None
+
+    def cancel(self) -> None:
+        """See :meth:`.Side.cancel`: what is being read is read to its end."""
+
+
+def mirror_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
+    """The rows of a mirror; their cells are two hashes of all columns."""
+    names = [column.name for column in target.table.columns]
+    key = list(target.table.key) or names
+    for batch in batches:
+        contents = array_texts([batch.column(name) for name in names]).to_pylist()
+        keys = [batch.column(name) for name in key]
+        yield Rowset(
+            list(zip(*(column.to_pylist() for column in keys), strict=True)),
+            array_texts(keys).to_pylist(),
+            contents,
+            [tuple(map(str, _hashes(content))) for content in contents],
+        )
+
+
+def changelog_rows(target: Target, events: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
+    """The rows that the events of a changelog add up to; their cells are the hashes of their columns."""
+    names = [column.name for column in target.table.columns]
+    ordered = sorted(
+        ((parse_lsn(event["_commit_lsn"]), int(event["_seq"] or _LAST), n, event) for n, event in _numbered(events)),
+        key=lambda each: each[:3],
+    )
+    rows: dict[Key, list[str | None]] = {}
+    for *_, event in ordered:
+        if event["_op"] == "t":
+            rows.clear()
+            continue
+        before = json.loads(event["_before"]) if event["_before"] else {}
+        key = tuple(event[name] for name in target.table.key)
+        old = tuple(before[name] if before.get(name) is not None else event[name] for name in target.table.key)
+        if event["_op"] == "d":
+            rows.pop(old, None)
+            continue
+        unchanged = array_elements(event["_unchanged"]) if event["_unchanged"] else ()
+        kept: list[str | None] | None = None
+        if event["_op"] == "u":
+            if old == key:
+                kept = rows.get(key)
+            else:
+                rows.pop(old, None)
+        last: Sequence[str | None] = kept or [UNKNOWN] * len(names)
+        rows[key] = [last[i] if name in unchanged else _cell(event[name]) for i, name in enumerate(names)]
+    if rows:
+        keys = list(rows)
+        yield Rowset(
+            keys,
+            _row_texts(keys),
+            _row_texts([tuple(cells) for cells in rows.values()]),
+            list(rows.values()),
+        )
+
+
+def _numbered(events: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, dict[str, Any]]]:
+    return enumerate(event for batch in events for event in batch.to_pylist())
+
+
+def _row_texts(rows: Sequence[tuple[str | None, ...]]) -> list[str]:
+    columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
+    return list(array_texts(columns).to_pylist())
+
+
+def _cell(text: str | None) -> str | None:
+    return None if text is None else str(_hashes(text)[0])
+
+
+def _hashes(text: str) -> tuple[int, int]:
+    """The halves of the MD5 sum as :func:`.relation.shipped_hash` has them on the source."""
+    digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], signed=True), int.from_bytes(digest[8:], signed=True)

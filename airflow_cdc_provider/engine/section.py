@@ -1,0 +1,272 @@
+"""Reading the sections of a pipeline file: keys are taken and checked one by one, and what is left over is refused.
+
+A check takes the value as YAML gives it, and returns what it stands for, or raises
+:class:`ValueError` with what would be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+from urllib.parse import quote, urlencode, urlsplit
+
+from airflow_cdc_provider.engine.errors import ConfigError
+
+T = TypeVar("T")
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minutes?|h|hours?)$")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_SIZE = re.compile(r"^(\d+)\s*(B|KiB|MiB|GiB)?$")
+_BYTES = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class Section:
+    """A mapping of the document whose keys are taken one by one, so that what is left over is unknown.
+
+    :param path: of its keys, for messages.
+    :param environment: where variables and connections are looked up.
+    :param resolve: whether they are: where Dags are parsed, they may not be known.
+    """
+
+    def __init__(self, path: str, value: object, environment: Mapping[str, str], resolve: bool) -> None:
+        self._path = path
+        self._resolve = resolve
+        if not isinstance(value, dict):
+            where = f"{path}: " if path else "the pipeline file "
+            raise ConfigError(f"{where}must be a mapping, not {self._shown(value)}", "Write it as `key: value` lines.")
+        self._values: dict[Any, object] = dict(value)
+        self._known: list[str] = []
+        self._environment = environment
+
+    def _shown(self, value: object) -> str:
+        """A value for a message; those of source and sink may hold a password."""
+        return "not shown" if self._path.startswith(("source", "sink")) else repr(value)
+
+    def _full(self, key: str) -> str:
+        return f"{self._path}.{key}" if self._path else key
+
+    def take(self, key: str, check: Callable[[object], T], default: T | None = None) -> T:
+        """The checked value of a key; one without a default must be there.
+
+        :raises ConfigError: naming the key's path, the value and what would be right.
+        """
+        self._known.append(key)
+        if key not in self._values:
+            if default is not None:
+                return default
+            raise ConfigError(
+                f"{self._full(key)} is missing from the pipeline file", f"Add the key `{self._full(key)}`."
+            )
+        value = self._values.pop(key)
+        if isinstance(value, str):
+            if not self._resolve and self._full(key) != "pipeline" and self._unset(value):
+                return cast(T, value)
+            value = self._expand(key, value)
+        try:
+            return check(value)
+        except ValueError as e:
+            shown = "the value" if key == "dsn" else repr(value)  # a DSN may hold a password
+            raise ConfigError(f"{self._full(key)}: {shown} is not valid", f"Give {e}.") from None
+
+    def section(self, key: str) -> Section:
+        """The mapping at a key."""
+        return self.take(key, lambda value: self.inner(key, value))
+
+    def inner(self, name: str, value: object) -> Section:
+        """A value of this section as a section of its own."""
+        return Section(self._full(name), value, self._environment, self._resolve)
+
+    def settings(self, key: str, kind: type[T], **checks: Callable[[object], Any]) -> T:
+        """The mapping at a key as a dataclass with defaults for all its fields.
+
+        :param checks: of the keys, which have the fields' names.
+        """
+        self._known.append(key)
+        if key not in self._values:
+            return kind()
+        section = self.inner(key, self._values.pop(key))
+        defaults = kind()
+        given = {name: section.take(name, check, getattr(defaults, name)) for name, check in checks.items()}
+        section.finish()
+        return cast(T, dataclasses.replace(cast(Any, defaults), **given))
+
+    def dsn(self, check: Callable[[object], str], scheme: str, kind: str) -> str:
+        """The section's ``dsn``, or the Airflow connection that its ``conn_id`` names, as a checked URI.
+
+        It is empty where connections are not resolved.
+
+        :param scheme: of the URIs.
+        :param kind: what the connection must be, for messages: ``Postgres``.
+        """
+        if "conn_id" in self._values and "dsn" in self._values:
+            raise ConfigError(
+                f"{self._path} has both dsn and conn_id",
+                f"Keep one of {self._full('dsn')} and {self._full('conn_id')}.",
+            )
+        if not self._resolve:
+            self._known += ["conn_id", "dsn"]
+            if not (self._values.pop("conn_id", None) or self._values.pop("dsn", None)):
+                raise ConfigError(f"{self._full('dsn')} is missing from the pipeline file", "Add it, or a conn_id.")
+            return ""
+        if "conn_id" not in self._values:
+            self._known.append("conn_id")
+            return self.take("dsn", check)
+        self._known.append("dsn")
+        conn_id = self.take("conn_id", as_text)
+        variable = f"AIRFLOW_CONN_{conn_id.upper()}"
+        connection = self._environment.get(variable)
+        if connection is None:
+            raise ConfigError(
+                f"{self._full('conn_id')}: connection {conn_id!r} is unknown: {variable} is not set",
+                f"Set {variable} to the connection's URI, or run the pipeline from Airflow, which passes it on.",
+            )
+        try:
+            return check(connection_uri(connection, scheme))
+        except ValueError as e:
+            raise ConfigError(
+                f"{self._full('conn_id')}: connection {conn_id!r} is not a {kind} connection", f"Give {e}."
+            ) from None
+
+    def _unset(self, text: str) -> bool:
+        return any(name not in self._environment for name in _VARIABLE.findall(text))
+
+    def _expand(self, key: str, text: str) -> str:
+        def replace(match: re.Match[str]) -> str:
+            if match[1] not in self._environment:
+                raise ConfigError(
+                    f"{self._full(key)} names the environment variable {match[1]}, which is not set",
+                    f"Set {match[1]} where the pipeline runs.",
+                )
+            return self._environment[match[1]]
+
+        return _VARIABLE.sub(replace, text)
+
+    def finish(self) -> None:
+        """Refuse what has not been taken.
+
+        :raises ConfigError: naming the first such key.
+        """
+        for key, value in self._values.items():
+            raise ConfigError(
+                f"{self._full(str(key))}: unknown key (value {self._shown(value)})",
+                f"Remove it, or use one of: {', '.join(sorted(self._known))}.",
+            )
+
+
+def as_text(value: object) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("a text")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[object], str]:
+    """A check for one of some texts."""
+
+    def check(value: object) -> str:
+        if value not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return str(value)
+
+    return check
+
+
+def as_positive_integer(value: object) -> int:
+    """A whole number from 1 on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("a whole number from 1 on")
+    return value
+
+
+def as_seconds(value: object) -> float:
+    """A duration in seconds, given as a number or as text such as ``2 minutes``."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    match = _DURATION.match(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("a duration such as `500 ms`, `2 seconds` or `1 minute`")
+    unit = match[2]
+    scale = 0.001 if unit.startswith(("ms", "milli")) else _SECONDS[unit[0]]
+    return float(match[1]) * scale
+
+
+def as_positive_seconds(value: object) -> float:
+    """As :func:`as_seconds`, but not zero."""
+    seconds = as_seconds(value)
+    if seconds <= 0:
+        raise ValueError("a duration above zero, such as `10 seconds`")
+    return seconds
+
+
+def parse_bytes(value: object) -> int:
+    """A size in bytes, given as a number or as text such as ``64MiB``.
+
+    :raises ValueError: saying what would be right.
+    """
+    match = _SIZE.match(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else None
+    if match is None or int(match[1]) == 0:
+        raise ValueError("a size such as `64MiB`")
+    return int(match[1]) * _BYTES[match[2]]
+
+
+def as_mapping(value: object) -> dict[str, str]:
+    """A mapping of texts to texts; true and false become words as Spark and Java write them."""
+    if not isinstance(value, dict):
+        raise ValueError("a mapping of names to values")
+    return {str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()}
+
+
+def as_postgres_uri(value: object) -> str:
+    """Check a libpq URI without ever repeating it in a message: it may hold a password."""
+    text = as_text(value)
+    if text.startswith("postgres://"):
+        text = "postgresql://" + text.removeprefix("postgres://")
+    wanted = "a URI of the form postgresql://user@host:port/database"
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if parts.scheme != "postgresql" or not parts.path.strip("/"):
+        raise ValueError(wanted)
+    # libpq takes the first @ for the password's end and would name the rest, as a host, in its messages.
+    if parts.netloc.count("@") > 1:
+        raise ValueError(f"{wanted}, with special characters of user and password escaped (%40 for @)")
+    import psycopg2.extensions  # late: reading Dags must not load a driver
+
+    try:
+        ports = psycopg2.extensions.parse_dsn(text).get("port", "")
+    except psycopg2.Error:
+        raise ValueError(f"{wanted}, with parameters that libpq knows") from None
+    # One a host, which urllib does not know.
+    if not all(port == "" or (port.isdecimal() and 0 < int(port) < 1 << 16) for port in ports.split(",")):
+        raise ValueError(wanted)
+    return text
+
+
+def connection_uri(connection: str, scheme: str = "postgresql") -> str:
+    """Turn an Airflow connection (URI or JSON) into a URI; its extras that are texts become parameters.
+
+    :param scheme: of the URI that is made of a JSON object.
+    :raises ValueError: when the JSON is malformed.
+    """
+    if not connection.lstrip().startswith("{"):
+        return connection
+    try:
+        parts = json.loads(connection)
+        extra = parts.get("extra") or {}
+        extra = json.loads(extra) if isinstance(extra, str) else extra
+    except (json.JSONDecodeError, AttributeError) as e:
+        raise ValueError("a connection as URI or as JSON object") from e
+    user = quote(parts.get("login") or "", safe="")
+    password = f":{quote(parts['password'], safe='')}" if parts.get("password") else ""
+    at = "@" if user or password else ""
+    port = f":{parts['port']}" if parts.get("port") else ""
+    given = {key: value for key, value in extra.items() if isinstance(value, str)}
+    query = f"?{urlencode(given, quote_via=quote)}" if given else ""
+    host = parts.get("host") or ""
+    database = quote(parts.get("schema") or "", safe="")
+    return f"{scheme}://{user}{password}{at}{host}{port}/{database}{query}"

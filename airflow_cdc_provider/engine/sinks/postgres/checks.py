@@ -1,0 +1,165 @@
+"""What can be checked of a Postgres sink without changing anything.
+
+The role is no superuser: it owns, or may write, the commit record and the target tables. See :mod:`..privileges` for
+the source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import Connection, connect, row, rows, scalar
+from airflow_cdc_provider.engine.errors import (
+    ConfigError,
+    ForeignTable,
+    MissingPrivilege,
+    ServerNotReady,
+    SinkIsSource,
+)
+from airflow_cdc_provider.engine.findings import Checks
+from airflow_cdc_provider.engine.preflight import target_name
+from airflow_cdc_provider.engine.privileges import (
+    may_execute,
+    quoted_user,
+    schema_privileges,
+    table_privileges,
+    takes_writes,
+)
+from airflow_cdc_provider.engine.sinks.postgres.settings import PostgresSettings
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+_SCHEMA = "airflow_cdc"
+_RECORDS = ("pipelines", "tables", "chunks")
+_FUNCTIONS = ("pg_control_system", "pg_terminate_backend")
+_LONGEST_NAME = 63  # bytes
+
+
+def check(
+    settings: PostgresSettings,
+    checks: Checks,
+    source: Connection | None,
+    pipeline: Pipeline,
+    tables: Sequence[Table] | None,
+) -> None:
+    """See :meth:`.SinkSettings.check`."""
+    place = settings.place
+
+    def opened() -> Connection:
+        return connect(settings.dsn, "airflow-cdc preflight")
+
+    sink = checks.run("sink", opened, lambda _: f"sink {place} is reachable.")
+    if sink is None:
+        return
+    with closing(sink):
+        checks.run("sink functions", partial(may_execute, sink, _FUNCTIONS))
+        # Who may not ask a server for its identifier has been told so.
+        if source is not None and checks.passed("functions", "sink functions"):
+            checks.run("identity", partial(_identity, source, sink, place))
+        if tables is not None:
+            targets = [target_name(pipeline, table) for table in tables]
+            checks.run("sink schemas", partial(_schema_names, targets))
+            checks.run("sink privileges", partial(_may_write, sink, targets, settings.mode))
+            checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
+
+
+def _identity(source: Connection, sink: Connection, place: str) -> str:
+    query = "SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system())::text, pg_catalog.current_database()"
+    if row(source, query) == row(sink, query):
+        raise SinkIsSource(f"source and sink are the same database, {place}", "Give sink.dsn another database.")
+    return "Source and sink are different databases."
+
+
+def _schema_names(targets: Sequence[tuple[str, str]]) -> str:
+    for schema, _ in targets:
+        if len(schema.encode()) > _LONGEST_NAME:
+            raise ConfigError(
+                f"sink.schema: {schema} has {len(schema.encode())} bytes, of which Postgres would cut all after the"
+                f" {_LONGEST_NAME}th",
+                "Give sink.schema a shorter text.",
+            )
+    return "No schema has a name that is too long."
+
+
+def _may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Mode) -> str:
+    """Check that record, staging and target tables can be created where they are missing, and written where not.
+
+    :param targets: schema and name of each target table.
+    """
+    if scalar(sink, "SELECT pg_catalog.pg_is_in_recovery()"):
+        raise ServerNotReady("the sink is a standby", "Give sink.dsn the primary's address.")
+    takes_writes(sink)
+    user = quoted_user(sink)
+    tables = [*((_SCHEMA, name) for name in _RECORDS), *targets]
+    schemas = schema_privileges(sink, sorted({schema for schema, _ in tables}))
+    found = table_privileges(sink, tables)
+    may_create = scalar(sink, "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), 'CREATE')")
+    lacking, statements = [], []
+    for schema in sorted({schema for schema, _ in tables}):
+        quoted = sql.Identifier(schema).as_string(sink)
+        if schema not in schemas:
+            if not may_create:
+                lacking.append(f"create schema {schema}")
+                statements.append(f"CREATE SCHEMA {quoted} AUTHORIZATION {user};")
+            continue
+        # Staging tables come and go; where all targets exist, nothing has to be created.
+        complete = schema != _SCHEMA and all(table in found for table in tables if table[0] == schema)
+        wanted = ["USAGE"] if complete else ["USAGE", "CREATE"]
+        missing = [privilege for privilege in wanted if privilege not in schemas[schema]]
+        if missing:
+            lacking.append(f"{'create tables in' if 'CREATE' in missing else 'use'} schema {schema}")
+            statements.append(f"GRANT {', '.join(missing)} ON SCHEMA {quoted} TO {user};")
+    for table in tables:
+        # A mirror is merged into, a changelog appended to.
+        append_only = mode == "changelog" and table[0] != _SCHEMA
+        wanted = ["SELECT", "INSERT"] if append_only else ["SELECT", "INSERT", "UPDATE", "DELETE"]
+        missing = [privilege for privilege in wanted if privilege not in found.get(table, wanted)]
+        if missing:
+            lacking.append(f"{', '.join(missing)} {'.'.join(table)}")
+            statements.append(f"GRANT {', '.join(missing)} ON {sql.Identifier(*table).as_string(sink)} TO {user};")
+    hidden = [".".join(table) for table in targets if "ROWS" not in found.get(table, ["ROWS"])]
+    if hidden:
+        lacking.append(f"see all rows of {', '.join(hidden)}, which have row-level security")
+        statements.append(f"ALTER ROLE {user} WITH BYPASSRLS;")
+    if lacking:
+        raise MissingPrivilege(
+            f"role {user} may not, in the sink: {'; '.join(lacking)}", f"Run: {' '.join(statements)}"
+        )
+    return "Schemas and tables can be created and written in the sink."
+
+
+def _may_select(connection: Connection, table: tuple[str, str]) -> bool:
+    """Whether a table exists and the role may read it."""
+    return "SELECT" in table_privileges(connection, [table]).get(table, []) and "USAGE" in schema_privileges(
+        connection, [table[0]]
+    ).get(table[0], [])
+
+
+def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    recorded: dict[tuple[str, str], tuple[str, str]] = {}
+    if _may_select(sink, (_SCHEMA, "tables")):
+        query = f"SELECT target_schema, target_table, pipeline, source_table FROM {_SCHEMA}.tables"
+        recorded = {(schema, name): (owner, table) for schema, name, owner, table in rows(sink, query)}
+    for table in tables:
+        schema, name = target_name(pipeline, table)
+        owner = recorded.get((schema, name))
+        if owner == (pipeline.name, table.label):
+            continue
+        target = sql.Identifier(schema, name)
+        advice = "Empty or drop the table, or give the pipeline another target schema (sink.schema)."
+        if owner is not None:
+            raise ForeignTable(
+                f"the target table {schema}.{name} belongs to pipeline {owner[0]!r}, which copies {owner[1]} into it",
+                "Give the pipeline another target schema (sink.schema), or drop the other one.",
+            )
+        if _may_select(sink, (schema, name)) and rows(sink, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(target)):
+            raise ForeignTable(
+                f"the target table {schema}.{name} exists and has rows that pipeline {pipeline.name!r} did not write",
+                advice,
+            )
+    return "No target table has rows of others."

@@ -1,0 +1,76 @@
+"""The ``sink`` section of a pipeline file for Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self, cast
+
+from airflow_cdc_provider.engine.section import as_postgres_uri, as_text, one_of
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.catalog import Table
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.connection import Connection
+    from airflow_cdc_provider.engine.findings import Checks
+    from airflow_cdc_provider.engine.section import Section
+    from airflow_cdc_provider.engine.sinks.base import Sink
+
+
+@dataclass(frozen=True)
+class PostgresSettings:
+    """See :class:`.SinkSettings`; ``dsn`` is a libpq URI with its variables and connection id resolved."""
+
+    dsn: str = field(repr=False)
+    mode: Mode = "mirror"
+    schema: str = "{schema}"
+    type: Literal["postgres"] = "postgres"
+
+    @classmethod
+    def parse(cls, section: Section) -> Self:
+        """See :meth:`.SinkSettings.parse`."""
+        return cls(
+            dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres"),
+            mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
+            schema=section.take("schema", as_text, "{schema}"),
+        )
+
+    @property
+    def place(self) -> str:
+        """See :attr:`.SinkSettings.place`."""
+        from airflow_cdc_provider.engine.connection import describe
+
+        return describe(self.dsn)
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """See :attr:`.SinkSettings.secrets`."""
+        from airflow_cdc_provider.engine.connection import passwords
+
+        return passwords(self.dsn)
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """See :attr:`.SinkSettings.spark_conf`: nothing, as rows are written without the JVM."""
+        return {}
+
+    def open(self, pipeline: str, part: str = "") -> Sink:
+        """See :meth:`.SinkSettings.open`."""
+        from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+
+        return PostgresSink(self.dsn, pipeline, self.mode, part)
+
+    def check(
+        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
+    ) -> None:
+        """See :meth:`.SinkSettings.check`."""
+        from airflow_cdc_provider.engine.sinks.postgres.checks import check
+
+        check(self, checks, source, pipeline, tables)
+
+    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+        """See :meth:`.SinkSettings.dataset`."""
+        from airflow_cdc_provider.engine.connection import dataset
+
+        return dataset(self.dsn, schema, name)

@@ -1,0 +1,78 @@
+"""What a kind of sink makes of the ``sink`` section of a pipeline file.
+
+This is what a sink registers, see :mod:`.registry`: everything that is told of the store before it is asked, and
+how to open and check it. The module of the class is read wherever pipeline files are, also where Dags are parsed, so
+it imports drivers and pyarrow late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.catalog import Table
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.connection import Connection
+    from airflow_cdc_provider.engine.findings import Checks
+    from airflow_cdc_provider.engine.section import Section
+    from airflow_cdc_provider.engine.sinks.base import Sink
+
+Mode: TypeAlias = Literal["mirror", "changelog"]
+
+
+class SinkSettings(Protocol):
+    """The ``sink`` section of a pipeline file: a frozen dataclass.
+
+    It can be hashed, and its ``repr`` leaves secrets out.
+    """
+
+    @property
+    def type(self) -> str:
+        """Name under which the sink is registered."""
+
+    @property
+    def mode(self) -> Mode:
+        """Whether tables are kept equal or changes appended."""
+
+    @property
+    def schema(self) -> str:
+        """Name of the target schema, in which ``{schema}`` stands for the source's."""
+
+    @classmethod
+    def parse(cls, section: Section) -> Self:
+        """Take the sink's keys, but for ``type``, which has been taken.
+
+        :raises ConfigError: naming the key's path, the value and what would be right.
+        """
+
+    @property
+    def place(self) -> str:
+        """Where the store is, without user or password, for messages."""
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """Texts that no log may show."""
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """What the sink needs of Spark's configuration; the pipeline file's own settings win."""
+
+    def open(self, pipeline: str, part: str = "") -> Sink:
+        """The place of a pipeline in the store; nothing is connected yet.
+
+        :param pipeline: its name.
+        :param part: of the run, where it has parts: sessions carry its name.
+        """
+
+    def check(
+        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
+    ) -> None:
+        """Check store, privileges and targets, changing nothing.
+
+        :param source: ``None`` when it cannot be reached.
+        :param tables: that will be captured; ``None`` when they are not known.
+        """
+
+    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+        """Namespace and name of a target in OpenLineage's terms."""
