@@ -93,8 +93,8 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 .PHONY: demo
-demo: $(INSTALLED) java ## show it at work: two Postgres servers, Spark and Airflow, all temporary
-	$(BIN)/python -m airflow_cdc_provider.demo
+demo: $(INSTALLED) java ## show it at work: Postgres, Spark and Airflow, all temporary (SINK=postgres)
+	$(BIN)/python -m airflow_cdc_provider.demo $(if $(SINK),--sink $(SINK))
 
 .PHONY: up
 up: $(INSTALLED) java ## start Airflow with a shop and its pipeline to click around in, until Ctrl-C

@@ -14,6 +14,7 @@ import pytest
 from airflow_cdc_provider.demo.client import TaskState
 from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, clock, progress_line, summary
 from airflow_cdc_provider.demo.stage import DemoFailed, work_directory, write_pipeline
+from airflow_cdc_provider.demo.warehouse import Warehouse
 from airflow_cdc_provider.engine.config import Pipeline
 
 NEW: Mapping[str, Any] = {
@@ -184,7 +185,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], problem: str) -> None:
 
 
 def test_the_pipeline_file_has_ten_lines_and_no_address(tmp_path: Path) -> None:
-    path = write_pipeline(tmp_path)
+    path = write_pipeline(tmp_path, Warehouse("nowhere", "", "  conn_id: shop_target\n  mode: mirror\n"))
     source, target = "postgresql://a@127.0.0.1:1/shop", "postgresql://a@127.0.0.1:2/warehouse"
 
     pipeline = Pipeline.load(path, {"AIRFLOW_CONN_SHOP_SOURCE": source, "AIRFLOW_CONN_SHOP_TARGET": target})

@@ -1,9 +1,9 @@
-"""The demo: a shop is copied from one Postgres server to another while its customers go on buying.
+"""The demo: a shop is copied from a Postgres server to another store while its customers go on buying.
 
-``python -m airflow_cdc_provider.demo`` starts two servers, fills a million rows,
-lets writers change them, and runs the Dag ``cdc_pipeline`` in a real Airflow, by
-its REST API: snapshot, stream, comparison. It succeeds only if both sides are
-equal at the end, the run succeeded, and the slot let go of the source's log.
+``python -m airflow_cdc_provider.demo`` starts both, fills a million rows, lets
+writers change them, and runs the Dag ``cdc_pipeline`` in a real Airflow, by its
+REST API: snapshot, stream, comparison. It succeeds only if both sides are equal
+at the end, the run succeeded, and the slot let go of the source's log.
 Everything it starts ends with it.
 """
 
@@ -24,6 +24,7 @@ from airflow_cdc_provider.demo.client import FINAL_STATES
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, summary
 from airflow_cdc_provider.demo.stage import DAG, DemoFailed, set_stage, work_directory
+from airflow_cdc_provider.demo.warehouse import WAREHOUSES
 from airflow_cdc_provider.engine import commands, slot
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
@@ -42,7 +43,7 @@ STEP_SECONDS = 600.0
 LOG_LINES = 60
 
 INTRODUCTION = """\
-A shop of a million rows is copied from one Postgres server to another while its customers go on buying:
+A shop of a million rows is copied from Postgres to {sink} while its customers go on buying:
 a Dag in a real Airflow takes a snapshot without locks and follows the write-ahead log, both as Spark jobs.
 Then every row is compared. It takes two to five minutes, and all that is started here is stopped at the end."""
 
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     screen = Screen(sys.stdout)
     try:
         with work_directory(options.directory) as directory:
-            return demonstrate(directory, screen, options.keep)
+            return demonstrate(directory, screen, options.sink, options.keep)
     except CdcError as error:
         tell_failure(screen, error)
     except KeyboardInterrupt:
@@ -114,7 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m airflow_cdc_provider.demo", description=INTRODUCTION)
+    parser = argparse.ArgumentParser(
+        prog="python -m airflow_cdc_provider.demo", description=INTRODUCTION.format(sink="another store")
+    )
+    parser.add_argument("--sink", choices=WAREHOUSES, default="postgres", help="kind of the other store")
     parser.add_argument("--keep", action="store_true", help="leave everything running at the end, until Ctrl-C")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="work in this new or empty directory, and leave it behind"
@@ -122,11 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
+def demonstrate(directory: Path, screen: Screen, sink: str, keep: bool) -> int:
     """Start everything, run the Dag, judge the result, stop everything."""
-    screen.print(f"{INTRODUCTION}\n")
+    screen.print(f"{INTRODUCTION.format(sink=sink)}\n")
     with ExitStack() as started:
-        run = begin(started, directory, screen)
+        run = begin(started, directory, screen, sink)
         try:
             succeeded = judge(run, follow(run))
         except CdcError as error:
@@ -139,9 +143,9 @@ def demonstrate(directory: Path, screen: Screen, keep: bool) -> int:
     return 0 if succeeded else 1
 
 
-def begin(started: ExitStack, directory: Path, screen: Screen) -> DagRun:
+def begin(started: ExitStack, directory: Path, screen: Screen, sink: str) -> DagRun:
     """Set the stage, let the writers begin, and trigger the Dag."""
-    stage = set_stage(started, directory, screen.say)
+    stage = set_stage(started, directory, screen.say, sink)
     screen.print(f"\n{stage.file}:\n\n{stage.file.read_text(encoding='utf-8')}")
     writers = started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
     screen.say(f"Customers buy from here on: {TRANSACTIONS_PER_SECOND:.0f} transactions a second.")

@@ -1,11 +1,11 @@
-"""The demo's stage: two Postgres servers with a shop, an Airflow with the Dags, and a pipeline file between them."""
+"""The demo's stage: a Postgres server with a shop, a warehouse, an Airflow with the Dags, and a pipeline file."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,15 +15,12 @@ import psycopg
 
 from airflow_cdc_provider.demo import shop
 from airflow_cdc_provider.demo.airflow import AirflowStack
-from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.demo.warehouse import POSTGRES, WAREHOUSES, Warehouse, start_server
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import CdcError
 
 DAGS = Path(__file__).parents[2] / "dags"
 DAG = "cdc_pipeline"
-
-POSTGRES = "16"
-SETTINGS: Mapping[str, str] = {"shared_buffers": "256MB", "max_wal_size": "4GB", "checkpoint_timeout": "15min"}
 
 PIPELINE = """\
 pipeline: shop
@@ -31,9 +28,7 @@ source:
   conn_id: shop_source
   tables: ["shop.*"]
 sink:
-  conn_id: shop_target
-  mode: mirror
-state: {state}
+{sink}state: {state}
 snapshot: {{chunk_rows: 50000}}
 stream: {{trigger: 1 second, heartbeat: 5 seconds}}
 """
@@ -48,35 +43,38 @@ class Stage:
     """All that runs before anything happens.
 
     :param source: address of the shop.
-    :param target: address of the empty database that it is copied to.
-    :param file: the pipeline file, which names Airflow's connections ``shop_source`` and ``shop_target``.
+    :param warehouse: the empty store that it is copied to.
+    :param file: the pipeline file, which names connections of Airflow.
     """
 
     source: str
-    target: str
+    warehouse: Warehouse
     airflow: AirflowStack
     file: Path
 
     @property
     def pipeline(self) -> Pipeline:
         """The file as the engine reads it."""
-        return Pipeline.load(self.file, _connections(self.source, self.target))
+        return Pipeline.load(self.file, _variables(self.source, self.warehouse))
 
 
-def set_stage(started: ExitStack, directory: Path, say: Callable[[str], None], scale: float = 1.0) -> Stage:
+def set_stage(
+    started: ExitStack, directory: Path, say: Callable[[str], None], sink: str = "postgres", scale: float = 1.0
+) -> Stage:
     """Start servers and Airflow, and fill the shop.
 
     :param started: ends all of it.
+    :param sink: kind of the warehouse, one of :data:`.WAREHOUSES`.
     :param scale: how large the shop is, 1 for a million rows.
     """
     if not DAGS.is_dir():
         raise DemoFailed(f"There is no {DAGS}.", "Run the demo in a clone of the repository, with `make demo`.")
     source = start_server(started, directory / "source", "shop")
-    target = start_server(started, directory / "target", "warehouse")
-    say(f"Two Postgres {POSTGRES} servers run: source on port {source.port}, target on port {target.port}.")
-    file = write_pipeline(directory)
+    warehouse = WAREHOUSES[sink](started, directory / "target")
+    say(f"The source is Postgres {POSTGRES} on port {source.port}, the target {warehouse.place}.")
+    file = write_pipeline(directory, warehouse)
     settings = {
-        **_connections(source.dsn("shop"), target.dsn("warehouse")),
+        **_variables(source.dsn("shop"), warehouse),
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"}),
         # What the forms propose, and where the page looks.
         "AIRFLOW_CDC_PIPELINE": str(file),
@@ -92,11 +90,12 @@ def set_stage(started: ExitStack, directory: Path, say: Callable[[str], None], s
         airflow = started.enter_context(stack)
         loading.result()
     say(f"Airflow runs at {airflow.base_url} (no login needed).")
-    return Stage(source.dsn("shop"), target.dsn("warehouse"), airflow, file)
+    return Stage(source.dsn("shop"), warehouse, airflow, file)
 
 
-def _connections(source: str, target: str) -> dict[str, str]:
-    return {"AIRFLOW_CONN_SHOP_SOURCE": source, "AIRFLOW_CONN_SHOP_TARGET": target}
+def _variables(source: str, warehouse: Warehouse) -> dict[str, str]:
+    connections = {"shop_source": source, **warehouse.connections}
+    return {f"AIRFLOW_CONN_{name.upper()}": uri for name, uri in connections.items()}
 
 
 @contextmanager
@@ -126,16 +125,6 @@ def scratch(started: ExitStack) -> dict[str, str]:
     return {"TMPDIR": path, "SPARK_LOCAL_DIRS": path, "SPARK_SUBMIT_OPTS": f"-Djava.io.tmpdir={path}"}
 
 
-def start_server(started: ExitStack, directory: Path, database: str) -> PostgresServer:
-    """A server with one empty database, stopped at the end."""
-    server = PostgresServer.create(directory, POSTGRES, SETTINGS)
-    started.callback(server.stop)
-    server.start()
-    with psycopg.connect(server.dsn(), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {database}")
-    return server
-
-
 def load_shop(dsn: str, say: Callable[[str], None], scale: float) -> None:
     """Create and fill the shop's tables."""
     with psycopg.connect(dsn) as connection:
@@ -143,9 +132,9 @@ def load_shop(dsn: str, say: Callable[[str], None], scale: float) -> None:
     say(f"The shop is loaded: {shop.load(dsn, scale):,} rows in {len(shop.TABLES)} tables.")
 
 
-def write_pipeline(directory: Path) -> Path:
+def write_pipeline(directory: Path, warehouse: Warehouse) -> Path:
     """Write the pipeline file; it names Airflow's connections, so that no password is in it."""
     path = directory / "pipelines" / "shop.yaml"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(PIPELINE.format(state=f"file://{directory}/state"), encoding="utf-8")
+    path.write_text(PIPELINE.format(sink=warehouse.section, state=f"file://{directory}/state"), encoding="utf-8")
     return path

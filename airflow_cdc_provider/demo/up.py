@@ -39,12 +39,16 @@ def main() -> int:
     screen = Screen(sys.stdout)
     try:
         with work_directory(None) as directory, ExitStack() as started:
-            stage = set_stage(started, directory, screen.say, SCALE)
+            stage = set_stage(started, directory, screen.say, scale=SCALE)
             started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
             open_house(stage)
             screen.print(
                 ADVICE.format(
-                    airflow=stage.airflow.base_url, source=stage.source, target=stage.target, file=stage.file, dag=DAG
+                    airflow=stage.airflow.base_url,
+                    source=stage.source,
+                    target=stage.warehouse.address,
+                    file=stage.file,
+                    dag=DAG,
                 )
             )
             while True:
@@ -62,7 +66,7 @@ def open_house(stage: Stage) -> None:
     client = stage.airflow.client
     client.await_dag(DAG)
     client.pause(DAG, False)
-    for name, dsn in (("shop_source", stage.source), ("shop_target", stage.target)):
+    for name, dsn in (("shop_source", stage.source), ("shop_target", stage.warehouse.address)):
         address = urlsplit(dsn)
         client.call(
             "POST",

@@ -1,0 +1,52 @@
+"""Where the demo copies the shop to: one store for each kind of sink, started empty and stopped at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+
+from airflow_cdc_provider.demo.servers import PostgresServer
+
+POSTGRES = "16"
+SETTINGS: Mapping[str, str] = {"shared_buffers": "256MB", "max_wal_size": "4GB", "checkpoint_timeout": "15min"}
+
+
+@dataclass(frozen=True)
+class Warehouse:
+    """A store that runs.
+
+    :param place: what it is and where, for people.
+    :param address: of its server, or its folder.
+    :param section: the lines of the pipeline file's ``sink`` section.
+    :param connections: Airflow's connections that the section names, by their ids, as URIs.
+    """
+
+    place: str
+    address: str
+    section: str
+    connections: Mapping[str, str] = field(default_factory=dict)
+
+
+def start_server(started: ExitStack, directory: Path, database: str) -> PostgresServer:
+    """A Postgres server with one empty database, stopped at the end."""
+    server = PostgresServer.create(directory, POSTGRES, SETTINGS)
+    started.callback(server.stop)
+    server.start()
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {database}")
+    return server
+
+
+def _postgres(started: ExitStack, directory: Path) -> Warehouse:
+    server = start_server(started, directory, "warehouse")
+    dsn = server.dsn("warehouse")
+    section = "  conn_id: shop_target\n  mode: mirror\n"
+    return Warehouse(f"Postgres {POSTGRES} on port {server.port}", dsn, section, {"shop_target": dsn})
+
+
+WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {"postgres": _postgres}
+"""By the sink's ``type``: what starts such a store in a directory of its own."""
