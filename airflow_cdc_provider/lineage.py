@@ -43,9 +43,10 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
     return tuple(
         (
             Place(*dataset(pipeline.source.dsn, target.table.schema, target.table.name)),
-            Place(*pipeline.sink.dataset(target.schema, target.name)),
+            Place(*branch.sink.dataset(target.schema, target.name)),
         )
-        for target in existing_record(pipeline).targets
+        for branch in pipeline.branches
+        for target in existing_record(branch).targets
         if tables is None or target.table.label in tables
     )
 

@@ -107,10 +107,11 @@ def _end(log: str, message: str) -> None:
 def _run(pipeline: Pipeline, reread: Sequence[str], takeover: bool, asked: Sequence[str]) -> None:
     epoch = int(commands.provision(pipeline, takeover)["epoch"])
     with run_part(pipeline, "snapshot-0", epoch, takeover):
-        for chunk in existing_record(pipeline).unfinished:
-            copied = copy_chunk_of(pipeline, chunk, epoch)
-            if isinstance(copied, CdcError):
-                raise copied
+        for branch in pipeline.branches:
+            for chunk in existing_record(branch).unfinished:
+                copied = copy_chunk_of(branch, chunk, epoch)
+                if isinstance(copied, CdcError):
+                    raise copied
     if reread:
         commands.resnapshot(pipeline, tables=reread, takeover=takeover)
     for label in asked:

@@ -266,7 +266,7 @@ def test_older_transactions_end_between_a_request_and_the_look_at_the_catalog(
                 units.look(source)  # as at a heartbeat
             drift = units._drift
             if drift is not None and units.applied >= drift.marker and requested(ruled) and not late:
-                late.append(units._barriers.pending("public.t"))
+                late.append(units.barriers.pending("public.t"))
                 session.commit()
             return settle(units)
 

@@ -85,7 +85,7 @@ def _fenced(run: Run) -> Iterator[None]:
     """
     with contextlib.ExitStack() as fence:
         try:
-            fence.enter_context(run.sink.fenced(run.epoch))
+            fence.enter_context(run.commit_record.fenced(run.epoch))
         except _UNREACHABLE:
             # Nobody can take over now. Who has before the sink was lost, beats in the state.
             require_latest(run.state, run.epoch)

@@ -201,7 +201,7 @@ def _status(result: dict[str, Any]) -> str:
     lines = [
         f"pipeline {result['pipeline']}: {result['state']}, {'' if result['consistent'] else 'not yet '}consistent"
     ]
-    if "sink" in result["unreachable"]:
+    if any(server.startswith("sink") for server in result["unreachable"]):
         lines = [f"pipeline {result['pipeline']}: {result['state']}"]
     if result["restart"]:
         lines.append(f"restart  {_restart(result['restart'])}")

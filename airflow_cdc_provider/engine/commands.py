@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.run import (
     RESNAPSHOT,
     STREAM,
     budget_of,
+    commit_record_of,
     existing_record,
     last_error,
     request_stop,
@@ -35,6 +36,7 @@ from airflow_cdc_provider.engine.run import (
     sink_of,
 )
 from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.sinks.several import merged
 from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
 from airflow_cdc_provider.engine.verify import compare
 
@@ -105,7 +107,7 @@ def _joining(pipeline: Pipeline) -> list[str]:
     """Tables that the file has and the record has not."""
     recorded = {target.table.label for target in existing_record(pipeline).targets}
     with connected(pipeline.source.dsn) as source:
-        tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        tables = resolve(source, pipeline.source.tables, pipeline.sinks[0].mode)
     return [table.label for table in tables if table.label not in recorded]
 
 
@@ -242,7 +244,7 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent)
 
 def _finished_for_good(pipeline: Pipeline) -> bool:
     """Whether a copy without a stream is complete: consistent, and its slot removed."""
-    record = sink_of(pipeline).record()
+    record = commit_record_of(pipeline).record()
     if record is None or not record.consistent:
         return False
     with connected(pipeline.source.dsn) as source:
@@ -263,12 +265,18 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     beats = [beat for beat in read_heartbeats(state) if beat.alive]
     unreachable: dict[str, Any] = {}
     record: Record | None = None
+    records: dict[str, Record | None] = {}
     found: slot.SlotState | None = None
     lag_bytes = lag_seconds = None
-    try:
-        record = sink_of(pipeline).record()
-    except ConnectionFailed as e:
-        unreachable["sink"] = e
+    for branch in pipeline.branches:
+        place = branch.sink.place
+        try:
+            records[place] = sink_of(branch).record()
+        except ConnectionFailed as e:
+            unreachable["sink" if len(pipeline.sinks) == 1 else f"sink {place}"] = e
+    known = [record for record in records.values() if record is not None]
+    if len(known) == len(pipeline.sinks):
+        record = merged(known)
     try:
         with connected(pipeline.source.dsn) as source:
             found = slot.read_slot(source, pipeline.source.slot)
@@ -289,6 +297,14 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         "lag_bytes": lag_bytes,
         "lag_seconds": lag_seconds,
         "slot": found.as_dict() | {"budget": _budget(pipeline, found)} if found else None,
+        "sinks": [
+            {
+                "sink": place,
+                "applied_lsn": format_lsn(each.applied) if each else None,
+                "consistent": each.consistent if each else False,
+            }
+            for place, each in records.items()
+        ],
         "tables": _tables(record, beats) if record else [],
         "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
         "restart": restart,
@@ -337,23 +353,28 @@ class _LiveStream:
 
 def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
-    record = existing_record(pipeline)
-    live = _streaming(State(pipeline.state))
-    mirror, sink = pipeline.sink.mode == "mirror", sink_of(pipeline)
-    compared = [t for t in record.targets if mirror or t.table.key]
+    record, live = existing_record(pipeline), _streaming(State(pipeline.state))
+    results: list[dict[str, Any]] = []
+    not_compared: set[str] = set()
 
     def tell(table: str, done: int, total: int) -> None:
         report("verify", {"table": table, "done": done, "total": total})
 
     with connected(pipeline.source.dsn) as source:
         lag, _ = _lag(source, record)
-        results = compare(source, compared, sink.compared, _LiveStream(pipeline) if live else None, tell)
+        for branch in pipeline.branches:
+            targets = existing_record(branch).targets
+            compared = [t for t in targets if t.table.key or branch.sink.mode == "mirror"]
+            not_compared |= {t.table.label for t in targets} - {t.table.label for t in compared}
+            found = compare(source, compared, sink_of(branch).compared, _LiveStream(branch) if live else None, tell)
+            sink = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
+            results += [result.as_dict() | sink for result in found]
     return {
-        "equal": all(result.equal for result in results),
-        "tables": [result.as_dict() for result in results],
+        "equal": all(result["equal"] for result in results),
+        "tables": results,
         "live": live,
         "lag_bytes": lag,
-        "not_compared": [t.table.label for t in record.targets if t not in compared],
+        "not_compared": sorted(not_compared),
     }
 
 
@@ -386,14 +407,16 @@ def resnapshot(
     state, record = State(pipeline.state), existing_record(pipeline)
     if not {target.table.label for target in record.targets}.issuperset(tables):
         require(checks.preflight(pipeline))
-    for label in tables:
-        reread.check(pipeline, record, label, where)
+    for branch in pipeline.branches:
+        for label in tables:
+            reread.check(branch, existing_record(branch), label, where)
     if _streaming(state) and not takeover:
         name = requests.request(pipeline, list(tables), where, request)
         return {"requested": name, "rows": None, "tables": {}}
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
-        barriers = Barriers(PATIENCE_SECONDS)
-        read = {label: reread.read_again(run, record, label, barriers, where) for label in tables}
+        for each in run.branches:
+            barriers = Barriers(PATIENCE_SECONDS)
+            read = {label: reread.read_again(each, label, barriers, where) for label in tables}
     return {"requested": None, "rows": sum(read.values()), "tables": read}
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -116,12 +116,13 @@ class Pipeline:
     """A whole pipeline file.
 
     :param name: names slot, publication and state by default; at most 40 of ``a-z 0-9 _``.
+    :param sinks: at least one; each gets all that is captured.
     :param state: URL of the state directory, reachable by the driver and by Airflow.
     """
 
     name: str
     source: Source
-    sink: SinkSettings
+    sinks: tuple[SinkSettings, ...]
     state: str
     snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
@@ -129,11 +130,24 @@ class Pipeline:
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
 
     @property
+    def sink(self) -> SinkSettings:
+        """The sink of a pipeline that has one."""
+        (sink,) = self.sinks
+        return sink
+
+    @property
+    def branches(self) -> tuple[Pipeline, ...]:
+        """For each sink, the pipeline as if it had no other."""
+        return tuple(replace(self, sinks=(sink,)) for sink in self.sinks)
+
+    @property
     def spark_conf(self) -> dict[str, str]:
-        """Spark's configuration: what the sink needs, and over it the file's own; lists of both are joined."""
-        needed, given = self.sink.spark_conf, self.spark.conf
-        joined = {name: f"{needed[name]},{given[name]}" for name in _LISTS if name in needed and name in given}
-        return {**needed, **given, **joined}
+        """Spark's configuration: what the sinks need, and over it the file's own; lists of all are joined."""
+        found: dict[str, str] = {}
+        for conf in (*(sink.spark_conf for sink in self.sinks), self.spark.conf):
+            lists = {name: ",".join((found[name], conf[name])) for name in _LISTS if name in found and name in conf}
+            found |= {**conf, **lists}
+        return found
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> Pipeline:
@@ -160,7 +174,7 @@ class Pipeline:
         """Check a parsed pipeline document; see :meth:`load`, and without ``resolve`` :meth:`outline`."""
         root = Section("", document, environment, resolve)
         name = root.take("pipeline", _name)
-        source, sink = root.section("source"), root.section("sink")
+        source, sinks = root.section("source"), root.sections("sink")
         pipeline = cls(
             name=name,
             source=Source(
@@ -170,7 +184,7 @@ class Pipeline:
                 slot=source.take("slot", _slot_name, f"airflow_cdc_{name}"),
                 publication=source.take("publication", _publication_name, f"airflow_cdc_{name}"),
             ),
-            sink=_sink(sink),
+            sinks=tuple(map(_sink, sinks)),
             state=root.take("state", _state_url),
             snapshot=root.settings(
                 "snapshot",
@@ -193,7 +207,8 @@ class Pipeline:
             metrics=root.settings("metrics", MetricsSettings, prometheus=_address),
         )
         source.finish()
-        sink.finish()
+        for sink in sinks:
+            sink.finish()
         root.finish()
         return pipeline
 

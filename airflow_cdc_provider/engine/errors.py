@@ -49,6 +49,11 @@ class CdcError(Exception):
         """The name of the error's class, as it stands in ``--json`` output."""
         return type(self).__name__
 
+    def tell_place(self, place: str) -> None:
+        """Put before the message of what it tells."""
+        self.message = f"{place}: {self.message}"
+        self.args = (self.message,)
+
     def as_dict(self) -> dict[str, str]:
         """The ``error`` object of ``--json`` output."""
         return {"kind": self.kind, "message": self.message, "solution": self.solution}

@@ -12,12 +12,12 @@ from typing import Any
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.grid import chunk_grid
-from airflow_cdc_provider.engine.run import sink_of
+from airflow_cdc_provider.engine.run import existing_record, sink_of
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 
 _FILE = "ledger.json"
-_KEPT = ("slot", "created_publication", "mode")
+_KEPT = ("slot", "created_publication")
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,31 @@ class Ledger:
 
 
 def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
-    """Replace the copy by what the record says now."""
+    """Replace the copy by what the record says now.
+
+    :param pipeline: or a branch of it; what is known of other sinks stays.
+    """
     chunks = [
         {**c.chunk.to_dict(), "finished": c.watermark is not None, "rows": c.rows}
         for c in record.chunks
         if c.keys is None
     ]
     failpoint("before-ledger")
+    sinks = [_made(branch, record if branch == pipeline else existing_record(branch)) for branch in pipeline.branches]
+    known = [sink["sink"] for sink in sinks]
+    before = (state.read(_FILE) or {}).get("sinks", [])
     made = {
-        "sink": sink_of(pipeline).identity(),
         "identity": {name: record.identity[name] for name in _KEPT},
-        "targets": {target.table.label: [target.schema, target.name] for target in record.targets},
+        "sinks": [*sinks, *(sink for sink in before if sink["sink"] not in known)],
         "epoch": record.epoch,
     }
     state.write(_FILE, made | {"chunks": chunks})
     failpoint("after-ledger")
+
+
+def _made(branch: Pipeline, record: Record) -> dict[str, Any]:
+    targets = {target.table.label: [target.schema, target.name] for target in record.targets}
+    return {"sink": sink_of(branch).identity(), "mode": record.identity["mode"], "targets": targets}
 
 
 def read_grid(state: State) -> list[dict[str, Any]]:
@@ -63,12 +73,20 @@ def read_grid(state: State) -> list[dict[str, Any]]:
 
 
 def read_ledger(pipeline: Pipeline, state: State) -> Ledger | None:
-    """The copy; ``None`` without one, or when it is of another sink, whatever the addresses of both."""
+    """The copy; ``None`` without one, or when it knows none of the sinks, whatever their addresses.
+
+    :returns: with mode and targets of the first sink that it knows.
+    """
     found = state.read(_FILE)
-    if found is None or found.get("sink") != sink_of(pipeline).identity():
+    if found is None:
         return None
-    targets = {label: (schema, name) for label, (schema, name) in found["targets"].items()}
-    return Ledger(found["identity"], targets)
+    for branch in pipeline.branches:
+        identity = sink_of(branch).identity()
+        for made in found["sinks"]:
+            if made["sink"] == identity:
+                targets = {label: (schema, name) for label, (schema, name) in made["targets"].items()}
+                return Ledger(found["identity"] | {"mode": made["mode"]}, targets)
+    return None
 
 
 def forget_ledger(state: State) -> None:

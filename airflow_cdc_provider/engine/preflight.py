@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import fsspec
@@ -62,16 +63,19 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
         if source is not None and check_settings(checks, source, pipeline.source):
             tables = checks.run(
                 "tables",
-                lambda: resolve(source, pipeline.source.tables, pipeline.sink.mode),
+                lambda: resolve(source, pipeline.source.tables, pipeline.sinks[0].mode),
                 lambda found: f"Tables that can be captured: {len(found)}.",
             )
             if tables is not None:
                 for name, table_check in _TABLE_CHECKS.items():
                     checks.run(name, partial(table_check, source, pipeline, tables))
-        if tables is not None:
-            checks.run("targets", partial(_target_names, pipeline, tables))
-            checks.run("names", partial(_changelog_names, pipeline, tables))
-        pipeline.sink.check(checks, source, pipeline, tables)
+        for branch in pipeline.branches:
+            if tables is not None:
+                checks.run("targets", partial(_target_names, branch, tables))
+                checks.run("names", partial(_changelog_names, branch, tables))
+            branch.sink.check(checks, source, branch, tables)
+        if len(pipeline.sinks) > 1 and checks.passed("sink"):
+            checks.run("sinks", partial(_sinks, pipeline))
     checks.run("state", partial(_state, pipeline.state))
     if pipeline.metrics.prometheus is not None:
         checks.run("metrics", partial(require_client, pipeline))
@@ -121,6 +125,19 @@ def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[T
         takes_writes(source)
         return f"Publication {name!r} exists, tables will be added to it."
     return f"Publication {name!r} exists and has all tables."
+
+
+def _sinks(pipeline: Pipeline) -> str:
+    """Check that no store is named twice: it has one commit record for a pipeline."""
+    known: list[Mapping[str, Any]] = []
+    for branch in pipeline.branches:
+        identity = branch.sink.open(pipeline.name).identity()
+        if identity in known:
+            raise ConfigError(
+                f"sink: {branch.sink.place} is named twice", "Fill it a second time by a pipeline of another name."
+            )
+        known.append(identity)
+    return "Every sink is a store of its own."
 
 
 def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from psycopg2 import sql
@@ -41,6 +40,7 @@ from airflow_cdc_provider.engine.removal import PROVISIONING, remove_slot
 from airflow_cdc_provider.engine.run import (
     existing_record,
     note_passage,
+    record_if_any,
     refuse_second_writer,
     require_epoch,
     require_targets,
@@ -58,53 +58,83 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
     :raises CdcError: when something stands in the way; then nothing has been changed.
     """
     state = State(pipeline.state)
-    if read_ledger(pipeline, state) is not None:
-        existing_record(pipeline)  # there has been one
+    for branch in pipeline.branches:
+        if read_ledger(branch, state) is not None:
+            existing_record(branch)  # there has been one
     require(checks.preflight(pipeline))
-    sink, names = sink_of(pipeline), pipeline.source
+    names = pipeline.source
     with connected(names.dsn) as source:
         claim(source, pipeline.name, takeover)
-        record = sink.record()
+        record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-        tables = resolve(source, names.tables, pipeline.sink.mode)
+        tables = resolve(source, names.tables, pipeline.sinks[0].mode)
         checks.check_publication(source, pipeline, tables, _settled(record, tables))
+        new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
             with _new_slot(source, pipeline, state, tables) as (identity, start):
-                sink.prepare(_targets(pipeline, tables), _plan(source, pipeline, tables), identity, start)
-            epoch = take_epoch(pipeline, state, takeover)
+                chunks = _plan(source, pipeline, tables)
+                for branch in new:
+                    _prepare(branch, tables, chunks, identity, start)
         else:
-            _refuse_other_mode(pipeline, record.identity)
-            _refuse_other_names(pipeline, record)
-            epoch = take_epoch(pipeline, state, takeover)
-            record = existing_record(pipeline)
-            require_epoch(record, epoch)
-            passage = gate(source, names, record)
-            gone = _gone_tables(source, record, tables)
-            if record.identity["created_publication"]:
-                left = {leaf.oid for target in gone for leaf in target.table.leaves}
-                unpublish(source, names.publication, left - {leaf.oid for table in tables for leaf in table.leaves})
-            sink.forget(epoch, [target.table.label for target in gone])
-            note_passage(sink, record, passage)
-            record = existing_record(pipeline)
-            require_targets(sink, record)
-            recorded = {target.table.label for target in record.targets}
-            added = [table for table in tables if table.label not in recorded]
-            if added:
-                # A partition that has been detached may still be published by the rule of the table that it was in.
-                otherwise = published_otherwise(source, names.publication, added)[1]
-                unpublish(source, names.publication, [leaf.oid for leaf in otherwise])
-                create_publication(source, names.publication, added)
-                # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
-                sink.note_source(epoch, published_entries(source, names.publication, added))
+            present = replace(pipeline, sinks=tuple(b.sink for b in pipeline.branches if b not in new))
+            for branch in present.branches:
+                own = existing_record(branch)
+                _refuse_other_mode(branch, own.identity)
+                _refuse_other_names(branch, own)
+            epoch = take_epoch(present, state, takeover)
+            for branch in present.branches:
+                _update(source, branch, epoch, tables)
+            if new:
+                # What the slot does not stream any more is in the new sinks if every snapshot sees it.
+                record = existing_record(present)
                 slot.barrier(source)
-                sink.add(epoch, _targets(pipeline, added), _plan(source, pipeline, added))
+                chunks = _plan(source, pipeline, tables)
+                for branch in new:
+                    _prepare(branch, tables, chunks, record.identity, record.applied)
+        if new:
+            epoch = take_epoch(pipeline, state, takeover)
         state.remove(PROVISIONING)
         record = existing_record(pipeline)
         require_epoch(record, epoch)
         write_ledger(pipeline, state, record)
-        found = gate(source, names, record).slot
-    return record, found
+        found = [gate(source, names, existing_record(branch)).slot for branch in pipeline.branches]
+    return record, found[0]
+
+
+def _prepare(
+    branch: Pipeline, tables: Sequence[Table], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: int
+) -> None:
+    """Let a sink's record begin."""
+    mode = {"mode": branch.sink.mode}
+    sink_of(branch).prepare(_targets(branch, tables), chunks, {**identity, **mode}, start)
+
+
+def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[Table]) -> None:
+    """Bring a sink's record to the tables that the file covers now."""
+    sink, names = sink_of(branch), branch.source
+    record = existing_record(branch)
+    require_epoch(record, epoch)
+    passage = gate(source, names, record)
+    gone = _gone_tables(source, record, tables)
+    if record.identity["created_publication"]:
+        left = {leaf.oid for target in gone for leaf in target.table.leaves}
+        unpublish(source, names.publication, left - {leaf.oid for table in tables for leaf in table.leaves})
+    sink.forget(epoch, [target.table.label for target in gone])
+    note_passage(sink, record, passage)
+    record = existing_record(branch)
+    require_targets(sink, record)
+    recorded = {target.table.label for target in record.targets}
+    added = [table for table in tables if table.label not in recorded]
+    if added:
+        # A partition that has been detached may still be published by the rule of the table that it was in.
+        otherwise = published_otherwise(source, names.publication, added)[1]
+        unpublish(source, names.publication, [leaf.oid for leaf in otherwise])
+        create_publication(source, names.publication, added)
+        # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
+        sink.note_source(epoch, published_entries(source, names.publication, added))
+        slot.barrier(source)
+        sink.add(epoch, _targets(branch, added), _plan(source, branch, added))
 
 
 def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
@@ -170,7 +200,7 @@ def _new_slot(
         start = slot.create_slot(source, names.slot)
         slot.barrier(source)
         identity = slot.read_identity(source, names.slot, names.publication).to_dict()
-        yield identity | entries | {"created_publication": created, "mode": pipeline.sink.mode}, start
+        yield identity | entries | {"created_publication": created}, start
     except BaseException:
         if state.read(PROVISIONING) == ours and not _may_be_recorded(pipeline, start):
             slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
@@ -185,12 +215,12 @@ def _may_be_recorded(pipeline: Pipeline, start: int | None) -> bool:
     if start is None:
         return False
     try:
-        record = sink_of(pipeline).record()
+        records = [sink_of(branch).record() for branch in pipeline.branches]
     except CdcError:
         return True
     except DRIVER_ERRORS:
         return True
-    return record is not None and record.applied == start
+    return any(record is not None and record.applied == start for record in records)
 
 
 def _settled(record: Record | None, tables: Sequence[Table]) -> Sequence[Table]:
@@ -250,10 +280,10 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
     :raises GateClosed: when the slot's name belongs to others, or there is neither record nor ledger.
     :raises ForeignTable: when a target is not ours, as far as record or ledger tell; slot and publication stay then.
     """
-    state, sink = State(pipeline.state), sink_of(pipeline)
+    state = State(pipeline.state)
     with connected(pipeline.source.dsn) as source:
         claim(source, pipeline.name, takeover)
-        record, ledger = sink.record(), read_ledger(pipeline, state)
+        record, ledger = record_if_any(pipeline), read_ledger(pipeline, state)
         known = record or ledger
         if known is None:
             raise GateClosed(
@@ -262,29 +292,46 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
                 "Run `airflow-cdc provision` (or `run`). If both have been lost, empty or drop the target tables and"
                 f" drop the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
             )
-        _refuse_other_mode(pipeline, known.identity)
-        if record is not None:
-            _refuse_other_names(pipeline, record)
+        branches = [(each, sink_of(each).record(), read_ledger(each, state)) for each in pipeline.branches]
+        for branch, own, vouching in branches:
+            made = own or vouching
+            if made is not None:
+                _refuse_other_mode(branch, made.identity)
+            if own is not None:
+                _refuse_other_names(branch, own)
         require_primary(source)
-        tables = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        tables = resolve(source, pipeline.source.tables, pipeline.sinks[0].mode)
         if pipeline.source.slot != known.identity["slot"]:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, pipeline.source.slot)
         if not known.identity["created_publication"]:
             checks.check_publication(source, pipeline, tables, tables)  # it stays as it is
-        epoch = None
-        if record is not None:
-            epoch = take_epoch(pipeline, state, takeover)
+        present = replace(pipeline, sinks=tuple(branch.sink for branch, own, _ in branches if own is not None))
+        epoch = 0
+        if present.sinks:
+            epoch = take_epoch(present, state, takeover)
         else:
             refuse_second_writer(state, 0, None, takeover)
-        begin = partial(_begin_again, sink, epoch, _targets(pipeline, tables), ledger)
+
+        def begin(identity: Mapping[str, Any], start: int, rehearsal: bool = False) -> None:
+            for branch, own, vouching in branches:
+                _begin_again(
+                    sink_of(branch),
+                    None if own is None else epoch,
+                    _targets(branch, tables),
+                    vouching,
+                    {**identity, "mode": branch.sink.mode},
+                    start,
+                    rehearsal,
+                )
+
         begin(known.identity, slot.flushed(source), rehearsal=True)  # while there is something to return to
         state.write(PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)
         with _new_slot(source, pipeline, state, tables) as (identity, start):
-            made = identity["created_publication"] or known.identity["created_publication"]
-            begin(identity | {"created_publication": made}, start)
-            if epoch is None:
+            created = identity["created_publication"] or known.identity["created_publication"]
+            begin(identity | {"created_publication": created}, start)
+            if present.sinks != pipeline.sinks:
                 epoch = take_epoch(pipeline, state, takeover)
     state.remove(PROVISIONING)
     return epoch

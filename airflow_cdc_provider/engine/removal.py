@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.connection import Connection, connected, descri
 from airflow_cdc_provider.engine.errors import ConnectionFailed
 from airflow_cdc_provider.engine.ledger import forget_ledger, read_ledger
 from airflow_cdc_provider.engine.publication import drop_publication
-from airflow_cdc_provider.engine.run import refuse_second_writer, sink_of
+from airflow_cdc_provider.engine.run import commit_record_of, record_if_any, refuse_second_writer
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import drop_slot, reader_name
 from airflow_cdc_provider.engine.state import State
@@ -34,7 +34,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
     :raises ConnectionFailed: when a server cannot be reached; nothing has been removed then.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     """
-    state, sink = State(pipeline.state), sink_of(pipeline)
+    state, records = State(pipeline.state), commit_record_of(pipeline)
     with ExitStack() as stack:
         source = None
         try:
@@ -48,7 +48,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
                 ) from e
         else:
             claim(source, pipeline.name, takeover)
-        record = sink.record()
+        record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         if source is not None:
             remove_slot(source, pipeline, record, state)
@@ -56,7 +56,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
         else:
             left = _left_behind(pipeline, record, state)
     forget_ledger(state)
-    sink.drop()
+    records.drop()
     state.remove("")
     if left:
         _log.warning(

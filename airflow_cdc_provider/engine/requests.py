@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
@@ -31,8 +31,7 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.reread import read_again
-from airflow_cdc_provider.engine.run import STREAM, Run, existing_record
-from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.run import STREAM, Run
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 
 MOST_OUTCOMES = 200
@@ -112,12 +111,13 @@ def _file(folder: str, name: str) -> str:
     return f"{folder}/{name}.json"
 
 
-def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, str | None]:
+def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[bool, str | None]:
     """Carry out the requests that have been left.
 
     What older transactions keep from being read stays requested, and so does all of a request that an outage breaks
     off. What cannot be read is given up, and said in the state: the stream must not die of it again and again.
 
+    :param branches: the run's, each with the barriers of its re-reads.
     :returns: whether anything has been read again, and what requests wait for.
     :raises StreamFailed: when a connection is lost, or a server has no room.
     """
@@ -130,8 +130,9 @@ def take_requests(run: Run, record: Record, barriers: Barriers) -> tuple[bool, s
         rows, error, blocked = dict(wanted.get("rows", {})), wanted.get("error"), []
         for label in wanted["tables"]:
             try:
-                rows[label] = read_again(run, record, label, barriers, wanted["where"])
-                record, done = existing_record(run.pipeline), True
+                for branch, barriers in branches:
+                    rows[label] = read_again(branch, label, barriers, wanted["where"])
+                    done = True
             except (Blocked, SchemaChanged) as e:
                 waits = e.message
                 blocked.append(label)

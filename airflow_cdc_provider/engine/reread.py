@@ -127,7 +127,7 @@ def insist(
                 pass  # still ours
 
 
-def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: str | None = None) -> int:
+def read_again(run: Run, label: str, barriers: Barriers, where: str | None = None) -> int:
     """Read a table again, or those of its rows that match a condition on either side, and commit them as a unit.
 
     :param barriers: of the job's re-reads.
@@ -140,6 +140,7 @@ def read_again(run: Run, record: Record, label: str, barriers: Barriers, where: 
     """
     if where is None:
         return adopt(run, label, barriers)
+    record = existing_record(run.pipeline)
     target = target_of(record, label)
     with barriers.reading(label):
         with connected(run.pipeline.source.dsn) as source:

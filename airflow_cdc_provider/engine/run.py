@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from airflow_cdc_provider.engine import submission
 from airflow_cdc_provider.engine.budget import Budget, BudgetWatch
@@ -39,7 +40,8 @@ from airflow_cdc_provider.engine.gate import Passage, gate, require_primary
 from airflow_cdc_provider.engine.history import History
 from airflow_cdc_provider.engine.lag import Lag
 from airflow_cdc_provider.engine.metrics import require_client, serving
-from airflow_cdc_provider.engine.sinks.base import Record, Sink
+from airflow_cdc_provider.engine.sinks.base import CommitRecord, Record, Sink
+from airflow_cdc_provider.engine.sinks.several import SeveralRecords, merged
 from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot, reader_name, wait_until
 from airflow_cdc_provider.engine.state import (
     STALE_SECONDS,
@@ -63,11 +65,18 @@ _ERROR = "error.json"
 
 
 def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
-    """The sink that a pipeline file names.
+    """The sink of a pipeline that has one.
 
     :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
     """
     return pipeline.sink.open(pipeline.name, part)
+
+
+def commit_record_of(pipeline: Pipeline, part: str = "") -> CommitRecord:
+    """What keeps the commit record, of all sinks as one; see :func:`sink_of`."""
+    if len(pipeline.sinks) == 1:
+        return sink_of(pipeline, part)
+    return SeveralRecords([sink_of(branch, part) for branch in pipeline.branches])
 
 
 def budget_of(pipeline: Pipeline) -> Budget:
@@ -75,15 +84,23 @@ def budget_of(pipeline: Pipeline) -> Budget:
     return Budget(pipeline.stream.max_retained_wal, pipeline.stream.on_max_retained_wal)
 
 
+def record_if_any(pipeline: Pipeline) -> Record | None:
+    """The commit record of those sinks that have one, as one."""
+    found = (sink_of(branch).record() for branch in pipeline.branches)
+    records = [record for record in found if record is not None]
+    return merged(records) if records else None
+
+
 def existing_record(pipeline: Pipeline) -> Record:
     """The pipeline's commit record.
 
     :raises GateClosed: when it has never been provisioned.
     """
-    record = sink_of(pipeline).record()
+    record = commit_record_of(pipeline).record()
     if record is None:
+        sink = "the sink" if len(pipeline.sinks) == 1 else "one of the sinks"
         raise GateClosed(
-            f"the sink has no commit record of pipeline {pipeline.name!r}",
+            f"{sink} has no commit record of pipeline {pipeline.name!r}",
             "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
             " `airflow-cdc resnapshot --all`: it makes the record anew, with publication and slot, and reads all"
             " tables again.",
@@ -122,9 +139,9 @@ def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
     slot = record.identity["slot"]
     with connected(pipeline.source.dsn) as source:
         require_primary(source)
-        sink = sink_of(pipeline)
-        epoch = sink.take_epoch(str(Owner.this()))
-        end_walsender(source, slot, reader_name(pipeline.source.dsn, slot), partial(sink.fenced, epoch))
+        records = commit_record_of(pipeline)
+        epoch = records.take_epoch(str(Owner.this()))
+        end_walsender(source, slot, reader_name(pipeline.source.dsn, slot), partial(records.fenced, epoch))
     return epoch
 
 
@@ -174,19 +191,32 @@ def require_targets(sink: Sink, record: Record) -> None:
         )
 
 
-class Run:
-    """A part of a run while it works; see :func:`run_part`."""
+@dataclass
+class _Vitals:
+    """What the branches of a part have in common."""
 
-    def __init__(self, pipeline: Pipeline, state: State, part: str, epoch: int) -> None:
+    progress: dict[str, Any] = field(default_factory=dict)
+    beat_lost: CdcError | None = None
+
+
+class Run:
+    """A part of a run while it works; see :func:`run_part`.
+
+    :ivar commit_record: of all its sinks.
+    :ivar depot: the sink in which pieces of the log are deposited that are too large to pass through Spark.
+    :ivar branches: for each sink the part as if it worked for that alone; itself, if it has one.
+    """
+
+    def __init__(self, pipeline: Pipeline, state: State, part: str, epoch: int, lag: Lag | None = None) -> None:
         self.pipeline = pipeline
         self.state = state
         self.part = part
         self.epoch = epoch
-        self.sink = sink_of(pipeline, part)
+        self.commit_record = commit_record_of(pipeline, part)
         self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot)
         self.history = History(state, part, epoch)
-        self.lag = Lag()
-        self.progress: dict[str, Any] = {}
+        self.lag = lag or Lag()
+        self._vitals = _Vitals()
         self.restarts = 0
         self.metrics_port: int | None = None
         self._application: str | None = None
@@ -196,7 +226,29 @@ class Run:
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._beaten = 0.0
-        self._beat_lost: CdcError | None = None
+        self.depot = sink_of(pipeline.branches[0], part)
+        self.branches: tuple[Run, ...] = (self,)
+        if len(pipeline.sinks) > 1:
+            self.branches = tuple(self._branch(branch) for branch in pipeline.branches)
+
+    def _branch(self, pipeline: Pipeline) -> Run:
+        branch = copy(self)
+        branch.pipeline, branch.commit_record, branch.branches = pipeline, sink_of(pipeline, self.part), (branch,)
+        return branch
+
+    @property
+    def sink(self) -> Sink:
+        """The sink of a branch."""
+        return cast(Sink, self.commit_record)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What the part has done, see ``status``; the same for all branches."""
+        return self._vitals.progress
+
+    @progress.setter
+    def progress(self, progress: dict[str, Any]) -> None:
+        self._vitals.progress = progress
 
     @property
     def stopping(self) -> bool:
@@ -213,7 +265,8 @@ class Run:
 
     def capture(self, rules: tuple[TableRule, ...]) -> None:
         """Work by other rules for the source's tables from now on: the file has been edited meanwhile."""
-        self.pipeline = replace(self.pipeline, source=replace(self.pipeline.source, tables=rules))
+        for run in {self, *self.branches}:
+            run.pipeline = replace(run.pipeline, source=replace(run.pipeline.source, tables=rules))
 
     def name_application(self, application: str, ui: str | None) -> None:
         """Say from now on which Spark application the part is, and at which address its web UI is."""
@@ -260,13 +313,13 @@ class Run:
         self._beaten = time.monotonic()
 
     def note(self, record: Record, passage: Passage) -> dict[str, Any]:
-        """Record how the source has moved on, see :func:`note_passage`, under the epoch that this run has."""
+        """Record how the source has moved on, see :func:`note_passage`, under the epoch of this run, a branch."""
         return note_passage(self.sink, replace(record, epoch=self.epoch), passage)
 
     def check(self) -> None:
         """Raise what the heartbeat's thread ran into."""
-        if self._beat_lost is not None:
-            raise self._beat_lost
+        if self._vitals.beat_lost is not None:
+            raise self._vitals.beat_lost
 
     def try_beat(self) -> None:
         """Beat if the state lets us. While others still take the part for alive, a failure is nothing to end it for."""
@@ -277,14 +330,14 @@ class Run:
                 _log.warning("%s: no heartbeat: %s", self.part, e)
                 return
             # Raised by check(), in the thread that works.
-            self._beat_lost = StateUnwritable(
+            self._vitals.beat_lost = StateUnwritable(
                 f"the heartbeat could not be written to {self.state.url} for {STALE_SECONDS:g} seconds: {e}",
                 "Check the state location.",
             )
 
     def keep_beating(self) -> None:
         """Beat until the part ends; runs in a thread."""
-        while self._beat_lost is None and not self._ended.wait(_BEAT_SECONDS):
+        while self._vitals.beat_lost is None and not self._ended.wait(_BEAT_SECONDS):
             self.try_beat()
             since = self._unwanted_since
             if since is not None and time.monotonic() - since >= KILL_SECONDS and not self._ended.is_set():
@@ -341,8 +394,7 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     except CdcError as e:
         record_error(state, part, e)
         raise
-    run = Run(pipeline, state, part, record.epoch)
-    run.lag = Lag(record.applied, record.advanced)
+    run = Run(pipeline, state, part, record.epoch, Lag(record.applied, record.advanced))
     state.remove(_ERROR)
     forget_heartbeats(state, record.epoch, "snapshot-")
     run.beat()
@@ -373,31 +425,37 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     else:
         refuse_second_writer(state, epoch, part, takeover)
     require_epoch(record, epoch)
-    sink = sink_of(pipeline, part)
     with connected(pipeline.source.dsn) as source:
-        passage = gate(source, pipeline.source, record)
-    if part != RESNAPSHOT:
-        require_targets(sink, record)
-    # Parts of a run share the record's row with chunks in flight: they write to it only what they cannot do without.
-    # One that has nothing to read leaves it alone, as a stream may be at work, and on the timeline that stands there.
-    reads = part == RESNAPSHOT or bool(record.unfinished)
-    noted = part == STREAM or (reads and "timeline" in passage.news(record))
-    if noted and note_passage(sink, record, passage):
-        record = existing_record(pipeline)
-    return record
+        passed = [
+            (branch, record, gate(source, pipeline.source, record))
+            for branch in pipeline.branches
+            for record in [existing_record(branch)]
+        ]
+    for branch, record, passage in passed:
+        sink = sink_of(branch, part)
+        if part != RESNAPSHOT:
+            require_targets(sink, record)
+        # Parts of a run share the record's row with chunks in flight: they write to it only what they cannot do
+        # without. One that has nothing to read leaves it alone, as a stream may be at work, and on the timeline that
+        # stands there.
+        reads = part == RESNAPSHOT or bool(record.unfinished)
+        if part == STREAM or (reads and "timeline" in passage.news(record)):
+            note_passage(sink, record, passage)
+    return existing_record(pipeline)
 
 
 def _note_slot(run: Run) -> None:
     """Record where the stream has left the slot, once its reader is gone and the server has saved that."""
-    record = existing_record(run.pipeline)
     with connected(run.pipeline.source.dsn) as source:
 
         def free() -> bool:
             state = read_slot(source, run.pipeline.source.slot)
             return state is None or not state.active
 
-        if record.epoch == run.epoch and wait_until(free, _RELEASE_SECONDS):
-            run.note(record, gate(source, run.pipeline.source, record))
+        if existing_record(run.pipeline).epoch == run.epoch and wait_until(free, _RELEASE_SECONDS):
+            for branch in run.branches:
+                record = existing_record(branch.pipeline)
+                branch.note(record, gate(source, run.pipeline.source, record))
 
 
 def rejoin(run: Run) -> Record:
@@ -411,13 +469,14 @@ def rejoin(run: Run) -> Record:
     :raises Fenced: when another run has taken the epoch meanwhile.
     :raises GateClosed: when the source cannot continue the sink's record.
     """
-    pipeline, slot, streaming = run.pipeline, run.pipeline.source.slot, run.part == STREAM
+    pipeline, names = run.pipeline, run.pipeline.source
     if existing_record(pipeline).epoch == run.epoch:
-        run.sink.end_sessions()
+        run.commit_record.end_sessions()
     record = _enter(pipeline, run.state, run.part, run.epoch, takeover=True)
-    if streaming:
-        with connected(pipeline.source.dsn) as source:
-            end_walsender(source, slot, reader_name(pipeline.source.dsn, slot), partial(run.sink.fenced, run.epoch))
+    if run.part == STREAM:
+        fence = partial(run.commit_record.fenced, run.epoch)
+        with connected(names.dsn) as source:
+            end_walsender(source, names.slot, reader_name(names.dsn, names.slot), fence)
     return record
 
 

@@ -76,6 +76,18 @@ class Section:
         """The mapping at a key."""
         return self.take(key, lambda value: self.inner(key, value))
 
+    def sections(self, key: str) -> tuple[Section, ...]:
+        """The mapping at a key, or each mapping of a list."""
+
+        def check(value: object) -> tuple[Section, ...]:
+            if value == []:
+                raise ValueError("a mapping, or a list of mappings")
+            if isinstance(value, list):
+                return tuple(self.inner(f"{key}[{n}]", each) for n, each in enumerate(value))
+            return (self.inner(key, value),)
+
+        return self.take(key, check)
+
     def inner(self, name: str, value: object) -> Section:
         """A value of this section as a section of its own."""
         return Section(self._full(name), value, self._environment, self._resolve)

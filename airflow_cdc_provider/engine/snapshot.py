@@ -8,6 +8,7 @@ record knows which chunks are finished.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -110,34 +111,29 @@ def choose_chunks(record: Record, within: Sequence[Range] | None = None) -> tupl
 def copy_chunks(
     spark: SparkSession, run: Run, record: Record, chunks: Sequence[Chunk], report: Callable[[SnapshotProgress], None]
 ) -> SnapshotProgress:
-    """Copy chunks, ``snapshot.parallelism`` at a time.
+    """Copy chunks into all sinks that lack them, ``snapshot.parallelism`` at a time.
 
+    :param record: of all sinks as one.
     :param report: called about once a second.
     :raises CdcError: the first error of a chunk; others may have been committed.
     """
-    targets = {target.table.label: target for target in record.targets}
     pipeline = run.pipeline
+    tasks: list[tuple[Run, ChunkTask]] = []
     with connected(pipeline.source.dsn) as source:
-        tasks = [
-            ChunkTask(
-                run.sink,
-                run.epoch,
-                targets[chunk.table],
-                chunk,
-                plan_read(
-                    source,
-                    pipeline.source.dsn,
-                    targets[chunk.table].table,
-                    read_query(targets[chunk.table].table, chunk),
-                    Origin.of(record.identity),
-                ),
-            )
-            for chunk in chunks
-        ]
+        for branch in run.branches:
+            own = record if branch is run else existing_record(branch.pipeline)
+            targets = {target.table.label: target for target in own.targets}
+            unfinished = frozenset(own.unfinished)
+            for chunk in filter(unfinished.__contains__, chunks):
+                target = targets[chunk.table]
+                query = read_query(target.table, chunk)
+                read = plan_read(source, pipeline.source.dsn, target.table, query, Origin.of(own.identity))
+                tasks.append((branch, ChunkTask(branch.sink, run.epoch, target, chunk, read)))
     started = looked = time.monotonic()
-    finished: set[Place] = set()
+    left = Counter(task.place for _, task in tasks)
+    places = frozenset(left)
     rows = 0
-    changed: dict[str, Target] = {}
+    changed: dict[tuple[Run, str], Target] = {}
 
     def copy(task: ChunkTask) -> int | CdcError | None:
         # A Spark job a chunk: it begins when a place is free, and none begins once the run is asked to stop.
@@ -150,34 +146,34 @@ def copy_chunks(
         return commit_chunk(task, written)
 
     def progress(running: frozenset[Place] = frozenset()) -> SnapshotProgress:
-        return SnapshotProgress(len(tasks), frozenset(finished), rows, time.monotonic() - started, running)
+        finished = places - left.keys()
+        return SnapshotProgress(len(places), finished, rows, time.monotonic() - started, running)
 
     with ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool:
-        submitted = {pool.submit(copy, task): task for task in tasks}
+        submitted = {pool.submit(copy, task): (branch, task) for branch, task in tasks}
         waiting = set(submitted)
         try:
             while waiting:
                 ready, waiting = wait(waiting, _POLL_SECONDS, return_when=FIRST_COMPLETED)
                 for future in ready:
-                    result = future.result()
+                    result, (branch, task) = future.result(), submitted[future]
                     if isinstance(result, SchemaChanged):
-                        target = submitted[future].target
-                        changed[target.table.label] = target
+                        changed[branch, task.chunk.table] = task.target
                     elif isinstance(result, CdcError):
                         raise result
                     elif result is not None:
-                        finished.add(submitted[future].place)
+                        left -= Counter([task.place])
                         rows += result
                 run.check()
                 if time.monotonic() - looked >= pipeline.stream.heartbeat:
                     looked = time.monotonic()
                     run.look_at_slot()
-                running = frozenset(submitted[future].place for future in waiting if future.running())
+                running = frozenset(submitted[future][1].place for future in waiting if future.running())
                 report(progress(running))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # after an error, chunks that have not begun stay so
-    for target in changed.values():
-        rows += readopt(run, target)
+    for (branch, _), target in changed.items():
+        rows += readopt(branch, target)
     return progress()
 
 

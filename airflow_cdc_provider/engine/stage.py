@@ -50,6 +50,7 @@ class _CannotPlace(Exception):
 class Stage:
     """The work of a staging task, as a function that Spark ships: raw pieces in, pickled messages out.
 
+    :param depot: the sink in which large pieces are deposited.
     :param targets: all that are recorded. A leaf that has gone from one to another belongs to both until the one that
         had it is read again.
     :param high: the highest H of all reads, those that need no filter any more included.
@@ -57,6 +58,7 @@ class Stage:
     """
 
     sink: Sink
+    depot: Sink
     epoch: int
     batch: str
     targets: tuple[Target, ...]
@@ -86,7 +88,7 @@ class Stage:
             return [], 0
         piece = Piece.from_bytes(packed)
         if deposit is not None:
-            piece = replace(piece, data=self.sink.fetch(self.epoch, deposit, piece.size))
+            piece = replace(piece, data=self.depot.fetch(self.epoch, deposit, piece.size))
         decoded = [between(changes, self.since, self.before) for changes in decode(piece)]
         return decoded, piece.transaction.commit_lsn if piece.transaction else 0
 

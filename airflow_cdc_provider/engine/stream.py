@@ -25,7 +25,8 @@ from airflow_cdc_provider.engine import errors
 from airflow_cdc_provider.engine.connection import Connection, connected, describe, row
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed, TableLocked
-from airflow_cdc_provider.engine.gate import Passage, gate
+from airflow_cdc_provider.engine.fanout import Fanout
+from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.locks import naming_holders
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
@@ -33,7 +34,6 @@ from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot, wait_until
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
-from airflow_cdc_provider.engine.units import Units
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +94,10 @@ class StreamJob:
         self._spark = spark
         self._run = run
         self._pipeline = run.pipeline
-        self._sink = run.sink
         self._report = report
         self._began = record.applied
         self._origin = Origin.of(record.identity)
-        self._units = Units(run, record)
+        self._units = Fanout(run, record)
         self._unit = threading.Lock()
         self._stopped = False
         self._failure: CdcError | None = None
@@ -158,8 +157,8 @@ class StreamJob:
             units.applied,
             units.changes,
             units.seconds,
-            units.tables.copy(),
-            units.unit_seconds,
+            units.tables,
+            units.batch_seconds,
             units.waiting or self._unseen,
         )
 
@@ -173,7 +172,7 @@ class StreamJob:
             self._units.applied,
             pipeline.stream.max_batch_bytes,
             pipeline.stream.heartbeat,
-            self._sink,
+            self._run.depot,
             self._run.epoch,
         )
 
@@ -196,7 +195,7 @@ class StreamJob:
             one, and its timeline in the record would vouch for what has been applied of another.
         """
         self._origin.require(row(source, f"SELECT {QUERY}"), self._pipeline.source.dsn)
-        passage = gate(source, self._pipeline.source, self._units.record, lambda: self._units.applied)
+        passage = self._units.gate(source)
         self._seen, self._passage = self._passage, passage
         self._run.lag.see(passage.slot)
         return passage.slot
@@ -227,7 +226,7 @@ class StreamJob:
 
     def _stop(self, query: StreamingQuery) -> None:
         """Stop between two units: a batch that has begun ends, one that begins now is turned away."""
-        self._units.halted = True
+        self._units.halt()
         with self._unit:
             self._stopped = True
         try:
@@ -239,8 +238,8 @@ class StreamJob:
             self._sweep()
 
     def _sweep(self) -> None:
-        self._sink.sweep(self._run.epoch)
-        self._sink.discard(self._run.epoch)
+        self._run.commit_record.sweep(self._run.epoch)
+        self._run.commit_record.discard(self._run.epoch)
 
     # -- one batch ---------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import json
 import logging
 import pickle
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -50,7 +49,7 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Relation
-from airflow_cdc_provider.engine.requests import requested, take_requests
+from airflow_cdc_provider.engine.requests import requested
 from airflow_cdc_provider.engine.reread import adopt, insist, read_keys_again, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
@@ -95,14 +94,13 @@ class _Drift:
 
 
 class Units:
-    """Brings batches into the sink, one after the other.
+    """Brings batches into a sink, one after the other.
 
+    :param run: the part, or the branch of it, that has this sink alone.
     :ivar record: the sink's commit record, as last read.
     :ivar applied: LSN durable in the sink.
     :ivar changes: row changes committed.
     :ivar tables: the same by table.
-    :ivar seconds: time spent in units that held changes.
-    :ivar unit_seconds: the last of them.
     :ivar refusal: why the stream cannot go on beyond what is applied, ``None`` while it can.
     :ivar waiting: what other transactions hold up: re-reads that the stream leaves for later, or the unit at hand.
     :ivar halted: set from outside to end a wait.
@@ -113,22 +111,27 @@ class Units:
         self.applied = record.applied
         self.changes = 0
         self.tables: Counter[str] = Counter()
-        self.seconds = 0.0
-        self.unit_seconds: float | None = None
         self.refusal: CannotFollow | None = None
         self.waiting: str | None = None
         self.halted = False
-        self._barriers = Barriers()
-        self._run = run
+        self.run = run
+        self.barriers = Barriers()
         self._parts: list[StagedPiece] = []
-        self._spent = 0.0
         self._since = 0
         self._catalog = ""
         self._found: Mapping[str, Table | CdcError] = {}
         self._drift: _Drift | None = None
         self._truncates: dict[int, int] = {}
         self._looking = threading.Lock()  # also beside the batches, by the thread that watches them
-        run.lag.advance(self.applied)
+
+    def now(self) -> int:
+        """The applied LSN of the moment."""
+        return self.applied
+
+    @property
+    def parted(self) -> bool:
+        """Whether a transaction is staged of which parts are still to come."""
+        return bool(self._parts)
 
     def done(self, target: int | None) -> bool:
         """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
@@ -142,29 +145,30 @@ class Units:
         :returns: what it said when it was last found changed, of the tables that were not defined as recorded.
         """
         with self._looking:
-            state = catalog_state(source, self._run.pipeline.source.publication, self.record.targets)
+            state = catalog_state(source, self.run.pipeline.source.publication, self.record.targets)
             state += f" {self._truncates}"  # what they explain
             if state != self._catalog:
-                self._found = drifted(source, self._run.pipeline, self.record.targets, self._truncates)
+                self._found = drifted(source, self.run.pipeline, self.record.targets, self._truncates)
                 self._drift = _Drift(self._found, emit_marker(source, "definition")) if self._found else None
                 self._catalog = state
             return self._found
 
     def note(self, passage: Passage) -> None:
         """Keep in the record what was seen of the slot, see :meth:`.Run.note`."""
-        news = self._run.note(self.record, passage)
+        news = self.run.note(self.record, passage)
         if news:
             self.record = replace(self.record, identity={**self.record.identity, **news})
 
-    def bring(self, pieces: DataFrame, batch: int) -> None:
+    def bring(self, pieces: DataFrame, batch: int, waiting: str | None) -> None:
         """Bring a batch into the sink: stage it, follow what it says of the schema, commit it if it ends a unit.
 
         :param pieces: rows of :class:`.source.PostgresCdcSource`.
         :param batch: Spark's number of the batch, for names only.
+        :param waiting: what requests wait for.
         :raises CdcError: when it cannot be brought in; nothing beyond ``applied`` is in the sink then.
         """
-        waiting = self.waiting if self._parts else self._take_requests()
-        self._since, met = 0, Counter[tuple[str, int]]()
+        # What the stream sends again, because another sink lacks it, this one has.
+        self._since, met = self.applied, Counter[tuple[str, int]]()
         while True:
             try:
                 self._unit(pieces, batch, None)
@@ -186,14 +190,13 @@ class Units:
 
         :raises _RelationChanged: when nothing was committed, as there are changes in another format.
         """
-        started = time.monotonic()
         staged = self._stage(pieces, batch, before)
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
             self._parts += staged
-            self._spent += time.monotonic() - started
             return
-        if end.lsn <= self.applied:  # Spark begins a query with a batch, whether or not anything has come
+        if end.lsn <= self.applied:  # another sink lacks it, or Spark begins a query with a batch of nothing
+            self._parts = []
             return
         unit = _numbered(self._parts + staged)
         # Of a batch that was cut, what comes before is committed.
@@ -203,7 +206,7 @@ class Units:
                 break
             if self._parts:
                 raise _torn()
-            self._run.sink.sweep(self._run.epoch)
+            self.run.sink.sweep(self.run.epoch)
             unit = _numbered(self._stage(pieces, batch, before))
         else:
             raise StreamFailed(
@@ -212,32 +215,23 @@ class Units:
             )
         failpoint("before-spark-commit")
         self._parts = []
-        self._barriers.passed(_xids(unit))
+        self.barriers.passed(_xids(unit))
         self.applied = max(self.applied, end.lsn)
-        self._run.lag.advance(self.applied)
-        self._count(unit, self._spent + time.monotonic() - started, end.lsn)
-        self._spent = 0.0
-
-    def _count(self, unit: list[StagedPiece], seconds: float, end: int) -> None:
-        changes = sum(piece.changes for piece in unit)
-        if changes:
-            self.changes += changes
-            for piece in unit:
-                self.tables.update(piece.changes_by_table)
-            self.seconds += seconds
-            self.unit_seconds = seconds
-            self._run.history.batch(changes, seconds, end)
+        for piece in unit:
+            self.changes += piece.changes
+            self.tables.update(piece.changes_by_table)
 
     def _stage(self, pieces: DataFrame, batch: int, before: int | None) -> list[StagedPiece]:
         filters = open_filters(self.record, self.applied)
         stage = Stage(
-            self._run.sink,
-            self._run.epoch,
-            f"{self._run.epoch}_{batch}",
+            self.run.sink,
+            self.run.depot,
+            self.run.epoch,
+            f"{self.run.epoch}_{batch}",
             self.record.targets,
             filters,
             self.record.high,
-            self._run.pipeline.source.dsn,
+            self.run.pipeline.source.dsn,
             self._since,
             END if before is None else before,
         )
@@ -248,7 +242,7 @@ class Units:
             raise _RelationChanged(min(misfits, key=lambda misfit: misfit.commit_lsn))
         unplaced = {message.label: message for message in messages if isinstance(message, Unplaced)}
         if unplaced:
-            self._run.sink.sweep(self._run.epoch)
+            self.run.sink.sweep(self.run.epoch)
             for table in unplaced.values():
                 self._read_unplaced(table)
             return self._stage(pieces, batch, before)
@@ -283,7 +277,7 @@ class Units:
         """
         torn = bool(self._parts) and misfit.inside
         if not self._parts:
-            self._run.sink.sweep(self._run.epoch)  # what the pieces without a misfit have staged
+            self.run.sink.sweep(self.run.epoch)  # what the pieces without a misfit have staged
         if misfit.commit_lsn > self.applied and not torn:
             self._unit(pieces, batch, misfit.commit_lsn)
             failpoint("unit-cut")
@@ -298,11 +292,11 @@ class Units:
         self._insist(partial(self._change, target, verdict), misfit.label)
 
     def _look_at(self, target: Target) -> Table | CdcError:
-        with connected(self._run.pipeline.source.dsn) as source:
-            return look(source, self._run.pipeline, [target])[target.table.label]
+        with connected(self.run.pipeline.source.dsn) as source:
+            return look(source, self.run.pipeline, [target])[target.table.label]
 
     def _look_anew(self) -> Mapping[str, Table | CdcError]:
-        with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+        with connected(self.run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
             return self.look(source)
 
     def _settle(self) -> str | None:
@@ -320,11 +314,11 @@ class Units:
         return None
 
     def _settle_now(self, drift: _Drift) -> None:
-        with connected(self._run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+        with connected(self.run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
             if self._refused(drift.tables) is None:
                 for label in drift.tables:
-                    self._barriers.look(source, label)  # before all that it would cost to get there
-            now = drifted(source, self._run.pipeline, self.record.targets, self._truncates)
+                    self.barriers.look(source, label)  # before all that it would cost to get there
+            now = drifted(source, self.run.pipeline, self.record.targets, self._truncates)
             if not all(drift.told(label, after) for label, after in now.items()):
                 self._drift = _Drift(now, emit_marker(source, "definition"))
                 return
@@ -352,7 +346,7 @@ class Units:
         While such a request waits, the publication says already what the record does not.
         """
         verdict = decide(target.table, after, relation)
-        if isinstance(verdict, Refuse) and requested(self._run, target.table.label):
+        if isinstance(verdict, Refuse) and requested(self.run, target.table.label):
             return Adopt(verdict.message)
         return verdict
 
@@ -364,18 +358,18 @@ class Units:
             raise CannotFollow(verdict.message, verdict.solution)
         try:
             if isinstance(verdict, Follow):
-                self._run.sink.redefine(self._run.epoch, target, replace(target, table=verdict.table))
+                self.run.sink.redefine(self.run.epoch, target, replace(target, table=verdict.table))
             else:
                 self._adopt(target.table.label, verdict.why)
         except RowsNeeded as e:
             self._adopt(target.table.label, str(e))
-        self.record = existing_record(self._run.pipeline)
+        self.record = existing_record(self.run.pipeline)
 
     def _adopt(self, label: str, why: str) -> None:
-        if not self._barriers.pending(label):
+        if not self.barriers.pending(label):
             log.warning("Reading %s again: %s", label, why)
         try:
-            adopt(self._run, label, self._barriers)
+            adopt(self.run, label, self.barriers)
         except ConfigError as e:  # of a table that was there when the stream began
             raise CannotFollow(e.message, e.solution) from e
 
@@ -385,8 +379,8 @@ class Units:
         :param labels: the tables that are read whole.
         """
         for label in labels:
-            self._barriers.lift(label)  # one that is up may be older than the unit
-        found = insist(self._run, read, self._stand_still, lambda: self.halted)
+            self.barriers.lift(label)  # one that is up may be older than the unit
+        found = insist(self.run, read, self._stand_still, lambda: self.halted)
         self.waiting = None
         return found
 
@@ -403,16 +397,16 @@ class Units:
         split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
         if split:
             for label in sorted(split):
-                self._insist(partial(adopt, self._run, label, self._barriers), label)
+                self._insist(partial(adopt, self.run, label, self.barriers), label)
         elif self._identities_hold(unit):
             try:
-                self._run.sink.commit(self._run.epoch, start, end, unit)
+                self.run.sink.commit(self.run.epoch, start, end, unit)
                 return True
             except MissingValues as e:
-                changed = self._insist(partial(read_keys_again, self._run, self.record, e.keys, _xids(unit)))
+                changed = self._insist(partial(read_keys_again, self.run, self.record, e.keys, _xids(unit)))
                 for label in changed:  # what has been read stays so, however long these have to wait
                     self._insist(partial(self._adopt, label, "its definition has changed since"), label)
-        self.record = existing_record(self._run.pipeline)
+        self.record = existing_record(self.run.pipeline)
         return False
 
     def _identities_hold(self, unit: list[StagedPiece]) -> bool:
@@ -426,7 +420,7 @@ class Units:
         touched = {staged.label for piece in unit for staged in piece.tables}
         targets = (target for target in self.record.targets if target.table.label in touched)
         watched = [target for target in targets if has_silent_identity(target.table)]
-        if not watched or self._run.pipeline.sink.mode == "changelog":
+        if not watched or self.run.pipeline.sink.mode == "changelog":
             return True
         found = self._insist(self._look_anew)
         held = True
@@ -444,14 +438,6 @@ class Units:
                 self._insist(partial(self._change, target, verdict), table.label)
                 held = False
         return held
-
-    def _take_requests(self) -> str | None:
-        """Take the requests; what they wait for, if they do."""
-        with self._barriers.one_grace():
-            done, waiting = take_requests(self._run, self.record, self._barriers)
-        if done:
-            self.record = existing_record(self._run.pipeline)
-        return waiting
 
 
 def _xids(unit: list[StagedPiece]) -> npt.NDArray[np.uint32]:

@@ -79,11 +79,12 @@ def airflow_failures() -> Iterator[None]:
 
 
 def _connection_ids(document: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each ``conn_id`` of source and sink with its key, variables in it expanded."""
+    """Each ``conn_id`` of source and sinks with its key, variables in it expanded."""
     if not isinstance(document, dict):
         return
-    for name in ("source", "sink"):
-        section = document.get(name)
+    sinks = document.get("sink")
+    several = {f"sink[{n}]": sink for n, sink in enumerate(sinks)} if isinstance(sinks, list) else {"sink": sinks}
+    for name, section in {"source": document.get("source"), **several}.items():
         conn_id = section.get("conn_id") if isinstance(section, dict) else None
         if isinstance(conn_id, str) and conn_id:
             yield f"{name}.conn_id", _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), conn_id)

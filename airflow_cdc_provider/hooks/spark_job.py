@@ -100,7 +100,7 @@ class SparkJobHook(SparkSubmitHook):
                 log=str(log),
                 secrets=[
                     *passwords(pipeline.source.dsn),
-                    *pipeline.sink.secrets,
+                    *(secret for sink in pipeline.sinks for secret in sink.secrets),
                     *(value for value in self._secrets.values() if len(value) > _WORD),
                 ],
             )

@@ -94,10 +94,10 @@ class RecordReader:
         import psycopg2
 
         from airflow_cdc_provider.engine.drivers import driver_failure
-        from airflow_cdc_provider.engine.run import sink_of
+        from airflow_cdc_provider.engine.run import commit_record_of
 
         try:
-            return sink_of(self._pipeline).record()
+            return commit_record_of(self._pipeline).record()
         except psycopg2.Error as e:
             raise driver_failure(e, "the commit record cannot be read") from e
 

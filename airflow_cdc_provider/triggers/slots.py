@@ -202,7 +202,7 @@ def slots_of(target: Target, interval: float, shared: bool) -> AbstractAsyncCont
 
 def record_of(pipeline: Pipeline, interval: float) -> AbstractAsyncContextManager[Watch[Record | None]]:
     """The poll of a pipeline's commit record, shared by all triggers that look at this pipeline."""
-    key = ("record", pipeline.name, pipeline.sink)
+    key = ("record", pipeline.name, pipeline.sinks)
     return Poll.watch(key, lambda: RecordReader(pipeline), interval)
 
 

@@ -173,7 +173,47 @@ class RowsNeeded(Exception):
     """A target cannot be given a new definition alone: the rows of its table have to be read again, too."""
 
 
-class Sink(Protocol):
+class CommitRecord(Protocol):
+    """Who keeps the commit record of a pipeline."""
+
+    def identity(self) -> Mapping[str, Any]:
+        """What tells this store from every other, also from one that has its address later; JSON values."""
+
+    def record(self) -> Record | None:
+        """The commit record; ``None`` when there is none."""
+
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
+        """Make ``owner`` the only one who may commit; waits for commits in flight.
+
+        :returns: the new epoch: the greatest of the next number, the milliseconds since 1970 by the store's clock, so
+            that no epoch comes twice when a record is restored or made anew, and ``at_least``.
+        """
+
+    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
+        """Remove deposits, all when ``None``; nothing when the epoch is another's by now."""
+
+    def fenced(self, epoch: int) -> AbstractContextManager[None]:
+        """Keep others from taking the epoch while something is done beside the sink.
+
+        :raises Fenced: when the epoch is another's.
+        """
+
+    def end_sessions(self) -> None:
+        """End open sessions, and wait until none can commit any more: those of the part, or all of the pipeline's.
+
+        A lost host or a paused process would hold its locks for hours.
+
+        :raises Blocked: when they do not end.
+        """
+
+    def sweep(self, epoch: int) -> None:
+        """Remove everything staged, but no deposits, between units; nothing when the epoch is another's by now."""
+
+    def drop(self) -> None:
+        """Remove the commit record, everything staged and all deposits; target tables stay."""
+
+
+class Sink(CommitRecord, Protocol):
     """A store that takes units atomically. Small, immutable and picklable: it connects when it has to."""
 
     @property
@@ -225,15 +265,6 @@ class Sink(Protocol):
         :raises CannotFollow: when a target table does not let it be changed.
         :raises GateClosed: when a changelog has events beyond that point, of a history that the source has left.
         """
-
-    def identity(self) -> Mapping[str, Any]:
-        """What tells this store from every other, also from one that has its address later; JSON values."""
-
-    def record(self) -> Record | None:
-        """The commit record; ``None`` when there is none."""
-
-    def take_epoch(self, owner: str) -> int:
-        """Make ``owner`` the only one who may commit; waits for commits in flight."""
 
     def write_chunk(
         self,
@@ -330,9 +361,6 @@ class Sink(Protocol):
         :raises StagingLost: when it is gone.
         """
 
-    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """Remove deposits, all when ``None``; nothing when the epoch is another's by now."""
-
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
         """Write the effects of a piece where ``commit`` can apply them. Runs on an executor.
 
@@ -355,12 +383,6 @@ class Sink(Protocol):
         :raises Fenced: when the epoch is another's.
         """
 
-    def fenced(self, epoch: int) -> AbstractContextManager[None]:
-        """Keep others from taking the epoch while something is done beside the sink.
-
-        :raises Fenced: when the epoch is another's.
-        """
-
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
         """A table and its target, as a comparison reads them.
 
@@ -370,17 +392,3 @@ class Sink(Protocol):
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """The targets whose table no longer exists."""
-
-    def end_sessions(self) -> None:
-        """End open sessions, and wait until none can commit any more: those of the part, or all of the pipeline's.
-
-        A lost host or a paused process would hold its locks for hours.
-
-        :raises Blocked: when they do not end.
-        """
-
-    def sweep(self, epoch: int) -> None:
-        """Remove everything staged, but no deposits, between units; nothing when the epoch is another's by now."""
-
-    def drop(self) -> None:
-        """Remove the commit record, everything staged and all deposits; target tables stay."""

@@ -230,7 +230,7 @@ class PostgresRecord:
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.base.Sink.fenced`."""
+        """See :meth:`.base.CommitRecord.fenced`."""
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
             yield
@@ -248,7 +248,7 @@ class PostgresRecord:
         redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False)
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.base.Sink.identity`."""
+        """See :meth:`.base.CommitRecord.identity`."""
         query = (
             "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
             " (SELECT oid::bigint FROM pg_database WHERE datname = current_database())"
@@ -258,7 +258,7 @@ class PostgresRecord:
         return {"system": system, "database": database}
 
     def record(self) -> Record | None:
-        """See :meth:`.base.Sink.record`."""
+        """See :meth:`.base.CommitRecord.record`."""
         with self._transaction() as connection:
             lacking = [name for name in _RECORD_NAMES if scalar(connection, "SELECT to_regclass(%s)", [name]) is None]
             if len(lacking) == len(_RECORD_NAMES):
@@ -310,24 +310,24 @@ class PostgresRecord:
                 f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",
             )
 
-    def take_epoch(self, owner: str) -> int:
-        """See :meth:`.base.Sink.take_epoch`."""
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
+        """See :meth:`.base.CommitRecord.take_epoch`."""
         failpoint("before-epoch")
-        epoch = self._insistently(lambda: self._next_epoch(owner))
+        epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
         failpoint("after-epoch")
         return epoch
 
-    def _next_epoch(self, owner: str) -> int:
+    def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._transaction() as connection:
             self._limit_waiting(connection)
             # By the clock, so that no epoch comes twice: a record that is restored or made anew would count again from
             # where it has been, and a run of then could commit under the epoch of one of now.
             query = (
                 "UPDATE airflow_cdc.pipelines SET owner = %s,"
-                " epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint)"
+                " epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, %s)"
                 " WHERE pipeline = %s RETURNING epoch"
             )
-            return int(scalar(connection, query, [owner, self.pipeline]))
+            return int(scalar(connection, query, [owner, at_least, self.pipeline]))
 
     @staticmethod
     def _limit_waiting(connection: Connection) -> None:
@@ -342,7 +342,7 @@ class PostgresRecord:
             return step()
 
     def end_sessions(self) -> None:
-        """See :meth:`.base.Sink.end_sessions`."""
+        """See :meth:`.base.CommitRecord.end_sessions`."""
         # The names of the parts begin with that of the pipeline, which has no space.
         theirs = (
             "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"

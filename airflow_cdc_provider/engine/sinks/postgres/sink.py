@@ -267,7 +267,7 @@ class PostgresSink(PostgresRecord):
             return read_deposit(connection, self._deposit(name), size)
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.base.Sink.discard`."""
+        """See :meth:`.base.CommitRecord.discard`."""
         with contextlib.suppress(Fenced), self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
             if names is None:
@@ -411,7 +411,7 @@ class PostgresSink(PostgresRecord):
             )
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.Sink.sweep`."""
+        """See :meth:`.base.CommitRecord.sweep`."""
         with contextlib.suppress(Fenced), self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
             self._drop_unlogged(connection, self._staging_prefix)
@@ -428,7 +428,7 @@ class PostgresSink(PostgresRecord):
             rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
 
     def drop(self) -> None:
-        """See :meth:`.base.Sink.drop`."""
+        """See :meth:`.base.CommitRecord.drop`."""
         with self._transaction() as connection:
             if scalar(connection, "SELECT to_regclass('airflow_cdc.pipelines')") is None:
                 return
