@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.config import (
 )
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.yaml"))
 
 ENVIRONMENT = {
@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "CDC_STATE": "/var/lib/airflow-cdc",
     "AIRFLOW_CONN_SHOP_PG": "postgresql://cdc@db:5432/shop",
     "AIRFLOW_CONN_DW_PG": "postgresql://cdc@dw:5432/dw",
+    "AIRFLOW_CONN_HISTORY_PG": "postgresql://cdc@dw:5432/history",
 }
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
