@@ -1,0 +1,1 @@
+"""What sinks in files share, which have neither a server's types nor its transactions."""
