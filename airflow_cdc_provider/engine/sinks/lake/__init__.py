@@ -1,1 +1,1 @@
-"""What sinks in files share, which have neither a server's types nor its transactions."""
+"""What sinks share whose store has files and no transactions."""
