@@ -185,6 +185,15 @@ class Place:
             except FileNotFoundError:
                 return None
 
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; ``None`` when there is none."""
+        with self._told("read", name):
+            try:
+                self._fs.invalidate_cache()
+                return int(self._fs.size(self.path(name)))
+            except FileNotFoundError:
+                return None
+
     def remove(self, name: str = "") -> None:
         """Remove a file, or a folder with all it holds, if it is there."""
         with self._told("removed", name), contextlib.suppress(FileNotFoundError):

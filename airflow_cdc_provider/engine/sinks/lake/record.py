@@ -82,6 +82,14 @@ class LakeRecord:
     def _create(self, targets: Sequence[Target]) -> None:
         """Make what targets need before the record tells of them: empty tables, or nothing. Idempotent."""
 
+    def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
+        """What the sink's own sections say of targets that join, or begin again.
+
+        :param contents: before; empty for a pipeline that begins.
+        :param ours: labels of targets that are known to be the pipeline's, although no record says so.
+        """
+        return Change()
+
     def _fit(self, contents: Contents, targets: Sequence[Target]) -> Mapping[str, Any] | None:
         """The work that gives recorded targets, all of whose rows will be replaced, the columns of ``targets``."""
         return None
@@ -206,9 +214,21 @@ class LakeRecord:
         self._create(targets)
         failpoint("before-plan")
         plan = changes.provisioned(targets, chunks, identity, start, time.time())
+        plan += self._described({}, targets, ours)
         if self._log.begin(plan, "provisioned") is None:
             raise begun
         failpoint("after-plan")
+
+    def check_targets(self, targets: Sequence[Target]) -> None:
+        """Refuse targets, recorded ones or others, that are not there for this pipeline; touch nothing.
+
+        :raises CdcError: as :meth:`.base.Sink.prepare`.
+        """
+        head = self._log.head()
+        recorded = {} if head is None else changes.targets_of(head.contents)
+        for target in targets:
+            self._refuse_anothers(target)
+            self._check_target(target, recorded.get(target.table.label), False, None)
 
     def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
         """See :meth:`.base.Sink.add`."""
@@ -218,7 +238,11 @@ class LakeRecord:
             self._check_target(target, recorded.get(target.table.label), False, None)
         self._create(targets)
         failpoint("before-plan")
-        self._append(epoch, "tables added", lambda contents: Commit(changes.added(targets, chunks)))
+
+        def decide(contents: Contents) -> Commit:
+            return Commit(changes.added(targets, chunks) + self._described(contents, targets, ()))
+
+        self._append(epoch, "tables added", decide)
         failpoint("after-plan")
 
     def restart(
@@ -240,6 +264,7 @@ class LakeRecord:
 
         def decide(contents: Contents) -> Commit:
             begins = changes.restarted(targets, identity, start, time.time())
+            begins += self._described(contents, targets, ())
             work = self._fit(contents, targets)
             return Commit(begins) if work is None else Commit(work=work, then=begins)
 

@@ -1,0 +1,62 @@
+"""What can be checked of a files sink. A probe is written below the path and removed; nothing else is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.findings import Caution, Checks
+from airflow_cdc_provider.engine.preflight import target_name
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.files.format import CODEC
+from airflow_cdc_provider.engine.sinks.files.settings import FilesSettings
+from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
+
+
+def check(settings: FilesSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
+    """See :meth:`.SinkSettings.check`."""
+    sink = settings.open(pipeline.name)
+
+    def writable() -> str:
+        sink.root.require_create()
+        return f"Files can be created below {settings.place}, each only if it is absent."
+
+    checks.run("sink", writable)
+    if settings.format == "parquet":
+        checks.run("codec", _codec)
+    if tables is not None:
+        targets = [Target(table, *target_name(pipeline, table)) for table in tables]
+        checks.run("column names", partial(_column_names, tables))
+        if checks.passed("sink"):
+            checks.run("target folders", partial(_folders, sink, targets))
+
+
+def _codec() -> str:
+    if not pa.Codec.is_available(CODEC):
+        raise SparkUnusable(
+            f"pyarrow {pa.__version__} lacks the codec {CODEC}", "Install pyarrow's own wheel, on executors, too."
+        )
+    return f"Parquet files can be compressed with {CODEC}."
+
+
+def _column_names(tables: Sequence[Table]) -> str:
+    for table in tables:
+        counts = Counter(column.name.lower() for column in table.columns)
+        twice = [column.name for column in table.columns if counts[column.name.lower()] > 1]
+        if twice:
+            raise Caution(
+                f"{table.label} has columns that differ only in the case of letters ({', '.join(twice)}): DuckDB, and"
+                " Spark unless spark.sql.caseSensitive is true, take them for one."
+            )
+    return "Every reader tells the columns apart."
+
+
+def _folders(sink: FilesSink, targets: Sequence[Target]) -> str:
+    sink.check_targets(targets)
+    return "No target folder has files of others."

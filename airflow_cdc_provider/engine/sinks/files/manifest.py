@@ -1,0 +1,108 @@
+"""Manifests: what readers are told of the changelogs, made anew from the log after every commit.
+
+``_manifest/<pipeline>.json`` names the files of all tables. It is replaced whole, so who reads it sees all tables after
+the same unit. Before that, the paths of each table's files are listed in ``_manifest/<schema>/<table>.txt``, one a
+line, which most readers take as it is.
+
+The log is the truth: a manifest can be behind it for a moment, and after a crash until the next step of the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from typing import Any
+from urllib.parse import unquote
+
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, shape_of
+from airflow_cdc_provider.engine.sinks.lake.changes import Contents
+from airflow_cdc_provider.engine.sinks.lake.log import Head
+from airflow_cdc_provider.engine.sinks.lake.place import Place
+
+FOLDER = "_manifest"
+_NUMBER = re.compile(rb'^\{"number": (\d+)')
+_NUMBER_BYTES = 64
+
+_listed: dict[tuple[Place, str], bytes] = {}  # what this process has last written
+
+
+def publish(root: Place, pipeline: str, head: Head) -> None:
+    """Bring a pipeline's manifest, and the lists of its tables, up to its log, unless they are."""
+    name = f"{FOLDER}/{pipeline}.json"
+    if _published(root, name) >= head.number:
+        return
+    failpoint("before-manifest")
+    found = manifest(root, pipeline, head)
+    for folder, paths in _current(root, head.contents).items():
+        _list(root, f"{FOLDER}/{folder}.txt", "".join(f"{path}\n" for path in paths).encode())
+    failpoint("in-manifest")
+    text = json.dumps(found).encode()
+    if _published(root, name) < head.number:  # looked at again, lest something newer be taken back
+        root.replace(name, text)
+    failpoint("after-manifest")
+
+
+def manifest(root: Place, pipeline: str, head: Head) -> dict[str, Any]:
+    """What a pipeline's manifest says. Its number comes first."""
+    tables = {}
+    for folder, files in _by_folder(head.contents).items():
+        version = shape_of(head.contents, folder).version
+        schema, name = map(unquote, folder.split("/"))
+        tables[f"{schema}.{name}"] = {
+            "schema": schema,
+            "name": name,
+            "version": version,
+            "files": [_told(root, file) for file in files if file.version == version],
+            "earlier": [_told(root, file) for file in files if file.version < version],
+        }
+    applied = head.contents["head"]["applied"]
+    return {"number": head.number, "pipeline": pipeline, "applied": applied, "tables": tables}
+
+
+def published(root: Place, pipeline: str, folder: str) -> list[DataFile]:
+    """The files of a target that the manifest names, for want of a log."""
+    found = root.read(f"{FOLDER}/{pipeline}.json")
+    tables = {} if found is None else json.loads(found)["tables"]
+    table = tables.get(".".join(map(unquote, folder.split("/"))), {"files": [], "earlier": []})
+    prefix = root.location("")
+    return [
+        DataFile.from_dict(file | {"path": file["path"].removeprefix(prefix).lstrip("/"), "folder": folder})
+        for file in table["earlier"] + table["files"]
+    ]
+
+
+def _by_folder(contents: Contents) -> dict[str, list[DataFile]]:
+    found: defaultdict[str, list[DataFile]] = defaultdict(list)
+    for folder in sorted(contents.get("shapes", {})):
+        found[folder] = []
+    for file in files_of(contents):
+        found[file.folder].append(file)
+    return found
+
+
+def _current(root: Place, contents: Contents) -> dict[str, list[str]]:
+    """Of each table the paths of the files that can be read together."""
+    return {
+        folder: [root.location(file.path) for file in files if file.version == shape_of(contents, folder).version]
+        for folder, files in _by_folder(contents).items()
+    }
+
+
+def _told(root: Place, file: DataFile) -> dict[str, Any]:
+    values = file.to_dict()
+    told = ("version", "date", "rows", "size", "first", "last")
+    return {"path": root.location(file.path)} | {name: values[name] for name in told}
+
+
+def _list(root: Place, name: str, text: bytes) -> None:
+    if _listed.get((root, name)) != text:
+        root.replace(name, text)
+        _listed[root, name] = text
+
+
+def _published(root: Place, name: str) -> int:
+    """The number of the manifest that is there."""
+    found = _NUMBER.match(root.read(name, _NUMBER_BYTES) or b"")
+    return int(found[1]) if found else 0

@@ -1,0 +1,106 @@
+"""The ``sink`` section of a pipeline file for files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self, cast
+
+from airflow_cdc_provider.engine.section import as_text
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.catalog import Table
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.connection import Connection
+    from airflow_cdc_provider.engine.findings import Checks
+    from airflow_cdc_provider.engine.section import Section
+    from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
+
+Format = Literal["parquet", "json"]
+
+
+@dataclass(frozen=True)
+class FilesSettings:
+    """See :class:`.SinkSettings`.
+
+    :param path: the folder that holds all: a local path, or a URL that fsspec knows. Credentials are found as its
+        libraries find them, and do not stand in it.
+    """
+
+    path: str
+    format: Format = "parquet"
+    schema: str = "{schema}"
+    mode: Mode = "changelog"
+    type: Literal["files"] = "files"
+
+    @classmethod
+    def parse(cls, section: Section) -> Self:
+        """See :meth:`.SinkSettings.parse`."""
+        section.take("mode", _changelog, "changelog")
+        return cls(
+            path=section.take("path", _as_path),
+            format=cast(Format, section.take("format", _as_format, "parquet")),
+            schema=section.take("schema", as_text, "{schema}"),
+        )
+
+    @property
+    def place(self) -> str:
+        """See :attr:`.SinkSettings.place`."""
+        return self.path
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """See :attr:`.SinkSettings.secrets`: none."""
+        return ()
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """See :attr:`.SinkSettings.spark_conf`: nothing, as files are written without the JVM."""
+        return {}
+
+    def open(self, pipeline: str, part: str = "") -> FilesSink:
+        """See :meth:`.SinkSettings.open`."""
+        from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
+        from airflow_cdc_provider.engine.sinks.lake.place import Place
+
+        return FilesSink(Place(self.path), pipeline, self.mode, self.format)
+
+    def check(
+        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
+    ) -> None:
+        """See :meth:`.SinkSettings.check`."""
+        from airflow_cdc_provider.engine.sinks.files.checks import check
+
+        check(self, checks, pipeline, tables)
+
+    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+        """See :meth:`.SinkSettings.dataset`."""
+        scheme, separator, rest = self.path.partition("://")
+        bucket, _, path = rest.partition("/")
+        if not separator or scheme in ("file", "local"):
+            return "file", f"{(rest or scheme).rstrip('/')}/{schema}/{name}"
+        return f"{scheme}://{bucket}", "/".join(part for part in (path.strip("/"), schema, name) if part)
+
+
+def _changelog(value: object) -> str:
+    if value != "changelog":
+        raise ValueError("changelog: files are only added, never changed; for mirrors use `type: delta`")
+    return "changelog"
+
+
+def _as_format(value: object) -> str:
+    if value not in ("parquet", "json"):
+        raise ValueError("parquet or json")
+    return str(value)
+
+
+def _as_path(value: object) -> str:
+    """A URL without user and password, or an absolute path."""
+    text = as_text(value).rstrip("/")
+    scheme, separator, rest = text.partition("://")
+    if not separator and not text.startswith("/"):
+        raise ValueError("an absolute path, or a URL such as s3://bucket/folder")
+    if separator and scheme != "abfs" and scheme != "abfss" and "@" in rest.partition("/")[0]:
+        raise ValueError("a URL without user and password; the store's library finds them in the environment")
+    return text

@@ -1,0 +1,437 @@
+"""The files sink: change logs as data files, each unit in all tables at once.
+
+Staging tasks write data files under their final names. A unit, a chunk or a re-read is committed by one entry of the
+log, which names them; what no entry names is in no changelog, and is swept. Manifests are made of the log for readers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.connection import Connection
+from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, GateClosed, StagingLost, UnknownTable
+from airflow_cdc_provider.engine.evolution import redefinition
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.row_side import row_sides
+from airflow_cdc_provider.engine.sides import Key, Sides
+from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.files import format as rows_
+from airflow_cdc_provider.engine.sinks.files import manifest
+from airflow_cdc_provider.engine.sinks.files.datafile import (
+    DataFile,
+    Room,
+    Shape,
+    files_of,
+    folder_of,
+    room_of,
+    shape_of,
+    with_files,
+    with_read,
+    with_shape,
+)
+from airflow_cdc_provider.engine.sinks.files.settings import Format
+from airflow_cdc_provider.engine.sinks.files.writing import DataWriter, note_of, writing
+from airflow_cdc_provider.engine.sinks.lake import changes
+from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
+from airflow_cdc_provider.engine.sinks.lake.log import Head
+from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
+
+PARTITION = "_date"
+"""The column that the folders of the files stand for."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rows that have been read from the source and written, and not been committed yet.
+
+    :param room: where they stand in the changelog.
+    :param shape: of the target, with them.
+    """
+
+    files: tuple[DataFile, ...]
+    room: Room
+    shape: Shape
+    rows: int
+    watermark: Watermark
+
+
+@dataclass(frozen=True)
+class FilesSink(LakeRecord):
+    """A pipeline's change logs below a path; see :class:`.base.Sink` and, for its fields, the record."""
+
+    format: Format = "parquet"
+
+    # -- targets -----------------------------------------------------------------------------------
+
+    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
+        if any(column.name == PARTITION for column in target.table.columns):
+            raise ConfigError(
+                f"{target.table.label} has a column {PARTITION}, which is the name of the partitions' dates",
+                "Leave it out by `columns` in the pipeline file, or rename it at the source.",
+            )
+        folder = folder_of(target)
+        known: Sequence[DataFile] = ()
+        if recorded is not None and (head := self._log.head()) is not None:
+            known = [file for file in files_of(head.contents) if file.folder == folder]
+        elif ours:
+            known = manifest.published(self.root, self.pipeline, folder)
+        if known:
+            last = max(file.last for file in known)
+            if start is not None and last > start:
+                raise GateClosed(
+                    f"the changelog {target.schema}.{target.name} has events up to {format_lsn(last)}, but the"
+                    f" source's log is at {format_lsn(start)}: they are of a history that the source has left, and new"
+                    " ones would come before",
+                    f"Move the folder {self.root.location(folder)} away, then run `airflow-cdc resnapshot --all`.",
+                )
+        elif recorded is None and (found := self.root.files(folder)):
+            raise ForeignTable(
+                f"the folder {self.root.location(folder)} has files that pipeline {self.pipeline!r} did not write,"
+                f" such as {found[0].rpartition('/')[2]}",
+                "Move them away, or give the pipeline another path or target schema (`sink.path`, `sink.schema`).",
+            )
+
+    def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
+        change = Change()
+        for target in targets:
+            folder = folder_of(target)
+            shape = shape_of(contents, folder)
+            if target.table.label in ours and (found := manifest.published(self.root, self.pipeline, folder)):
+                # Of what types its columns are is not known any more.
+                shape = Shape(max(file.version for file in found) + 1)
+                change += with_files(found)
+            change += with_shape(folder, shape.anew(target.table, self.format))
+        return change
+
+    def _carry_out(self, contents: Contents, step: Step) -> None:
+        """Nothing is done beside the log but what follows from it, see :meth:`_publish`."""
+
+    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.base.Sink.missing`: those whose files have all gone."""
+        head = self._log.head()
+        named = {file.folder for file in files_of(head.contents)} if head is not None else set[str]()
+        return tuple(t for t in targets if folder_of(t) in named and not self.root.files(folder_of(t)))
+
+    # -- the record ---------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`.base.Sink.prepare`."""
+        super().prepare(*args, **kwargs)
+        self._publish()
+
+    def take_epoch(self, owner: str) -> int:
+        """See :meth:`.base.Sink.take_epoch`; manifests that an earlier run has left behind are brought up first."""
+        epoch = super().take_epoch(owner)
+        self._publish()
+        return epoch
+
+    def redefine(self, epoch: int, before: Target, after: Target) -> None:
+        """See :meth:`.base.Sink.redefine`. Files stay as they are; those to come have the columns of then."""
+        failpoint("before-redefinition")
+        folder, change = folder_of(after), redefinition(before.table, after.table)
+        for column in change.added:
+            if column.missing is not None:
+                raise RowsNeeded(f"rows of before have {column.missing!r} in the added column {column.name}")
+        if change.renamed or change.replaced:
+            raise RowsNeeded("files keep the names of the columns that they have")
+
+        def decide(contents: Contents) -> Commit:
+            shape = shape_of(contents, folder).with_table(after.table, self.format)
+            if shape is None:
+                raise RowsNeeded("files keep the types of the columns that they have")
+            return Commit(changes.redefined(after) + with_shape(folder, shape))
+
+        self._append(epoch, f"{after.table.label} redefined", decide)
+        failpoint("after-redefinition")
+
+    # -- chunks and re-reads -----------------------------------------------------------------------
+
+    def write_chunk(
+        self,
+        epoch: int,
+        target: Target,
+        chunk: Chunk,
+        origin: Origin,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> Written | None:
+        """See :meth:`.base.Sink.write_chunk`."""
+        contents = self._contents(epoch)
+        if not self._is_open(contents, chunk, origin):
+            return None
+        failpoint("before-chunk-staged")
+        shape = shape_of(contents, folder_of(target))
+        written = self._write_rows(epoch, contents, target, shape, None if _is_whole(chunk) else (), batches, finish)
+        failpoint("after-chunk-staged")
+        return written
+
+    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: Any) -> int | None:
+        """See :meth:`.base.Sink.commit_chunk`."""
+        found: Written = written
+
+        def decide(contents: Contents) -> Commit | None:
+            if not self._is_open(contents, chunk, origin):
+                return None
+            self._require_room(contents, target, found)
+            committed = changes.chunk_committed(chunk, found.watermark, found.rows, epoch)
+            return Commit(committed + self._read(target, found))
+
+        failpoint("before-chunk-prepared")
+        if not self._commit_files(epoch, "chunks", f"chunk {chunk.title}", found.files, decide, "before-chunk-commit"):
+            return None
+        failpoint("after-chunk-commit")
+        return found.rows
+
+    def replace(
+        self,
+        epoch: int,
+        target: Target,
+        keys: frozenset[tuple[str, ...]] | None,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+        before: Target | None,
+    ) -> int:
+        """See :meth:`.base.Sink.replace`."""
+        contents = self._contents(epoch)
+        if before is None:
+            self._refuse_anothers(target)
+            self._check_target(target, None, False, None)
+        shape = shape_of(contents, folder_of(target))
+        if keys is None:
+            shape = shape.anew(target.table, self.format)
+        else:
+            batches = (_only(target, keys, batch) for batch in batches)
+        written = self._write_rows(epoch, contents, target, shape, keys, batches, finish)
+
+        def decide(contents: Contents) -> Commit:
+            self._require_room(contents, target, written)
+            read = changes.reread(contents, target, keys, written.watermark, written.rows)
+            return Commit(read + self._read(target, written))
+
+        title = f"{target.table.label} read again"
+        self._commit_files(epoch, "chunks", title, written.files, decide, "before-reread-commit")
+        failpoint("after-reread-commit")
+        return written.rows
+
+    def _write_rows(
+        self,
+        epoch: int,
+        contents: Contents,
+        target: Target,
+        shape: Shape,
+        keys: Collection[tuple[str, ...]] | None,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> Written:
+        """Write rows that were read from the source, and before them what they replace.
+
+        :param keys: of the rows that they replace, ``None`` for all.
+        """
+        folder = folder_of(target)
+        lsn = parse_lsn(contents["head"]["applied"])
+        room = room_of(contents, folder, lsn, keys is None or bool(keys))
+        rows, now = 0, int(time.time() * 1_000_000)
+        with self._writing(epoch, "chunks", folder, shape) as out:
+            if room.marker is not None and keys is None:
+                out.write(rows_.truncate(target, self.format, lsn, room.marker, now))
+            elif room.marker is not None and keys:
+                out.write(rows_.deletes(target, self.format, sorted(keys), lsn, room.marker, now))
+            for batch in batches:
+                if batch.num_rows:
+                    out.write(rows_.read_rows(target, self.format, batch, lsn, room.seq))
+                    rows += batch.num_rows
+            return Written(tuple(out.close()), room, shape, rows, finish())
+
+    def _read(self, target: Target, written: Written) -> Change:
+        folder = folder_of(target)
+        return with_shape(folder, written.shape) + with_read(folder, written.room)
+
+    def _require_room(self, contents: Contents, target: Target, written: Written) -> None:
+        """Refuse rows that do not come behind all that is in the changelog by now.
+
+        :raises StagingLost: when the stream has gone on, or the table was read again, since they were written.
+        """
+        folder = folder_of(target)
+        applied, shape = parse_lsn(contents["head"]["applied"]), shape_of(contents, folder)
+        room = room_of(contents, folder, applied, written.room.marker is not None)
+        if applied != written.room.lsn or room.seq > written.room.seq or shape.version > written.shape.version:
+            raise StagingLost(
+                f"rows of {target.table.label} were written for {format_lsn(written.room.lsn)}, but the changelog has"
+                f" gone on to {format_lsn(applied)}",
+                "Start again: the rows are read anew.",
+            )
+
+    # -- stream units ------------------------------------------------------------------------------
+
+    def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
+        """See :meth:`.base.Sink.stage`."""
+        if not effects:
+            return ()
+        contents = self._contents(epoch)
+        targets = changes.targets_of(contents)
+        staged = []
+        for effect in effects:
+            target, relation = targets[effect.label], None
+            if effect.rows.num_rows:
+                folder = folder_of(target)
+                with self._writing(epoch, "units", folder, shape_of(contents, folder)) as out:
+                    out.write(rows_.changes(target, self.format, effect.rows))
+                    relation = json.dumps([file.to_dict() for file in out.close()])
+            columns = tuple(effect.rows.column_names)
+            staged.append(Staged(effect.label, relation, effect.rows.num_rows, effect.truncate, columns))
+        failpoint("before-batch-staged")
+        failpoint("after-batch-staged")
+        return tuple(staged)
+
+    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+        """See :meth:`.base.Sink.commit`."""
+        failpoint("before-batch-commit")
+        staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
+        files = [DataFile.from_dict(f) for s in staged if s.relation is not None for f in json.loads(s.relation)]
+
+        def decide(contents: Contents) -> Commit | None:
+            if not self._is_next(contents, start, end, pieces):
+                return None
+            return Commit(changes.unit_applied(contents, end, time.time()))
+
+        title = f"unit ({format_lsn(start)}, {format_lsn(end)}]"
+        applied = self._commit_files(epoch, "units", title, files, decide, "in-batch-commit")
+        failpoint("after-batch-commit")
+        return applied
+
+    def _commit_files(
+        self,
+        epoch: int,
+        kind: Literal["units", "chunks"],
+        title: str,
+        files: Sequence[DataFile],
+        decide: Callable[[Contents], Commit | None],
+        place: Literal["before-chunk-commit", "before-reread-commit", "in-batch-commit"],
+    ) -> bool:
+        """Append an entry that names files, and whatever else has been decided; then tell readers.
+
+        :param place: the failpoint before it.
+        :returns: false when nothing was to be committed; the files are gone then.
+        :raises StagingLost: when a file is not as it was written.
+        """
+
+        def named(contents: Contents) -> Commit | None:
+            commit = decide(contents)
+            if commit is None:
+                return None
+            for file in files:
+                if (size := self.root.size(file.path)) != file.size:
+                    raise StagingLost(
+                        f"{self.root.location(file.path)} was written with {file.size} bytes, and has {size or 0}",
+                        "Start again: the rows are written anew.",
+                    )
+            failpoint(place)
+            return Commit(commit.now + with_files(files))
+
+        done = self._append(epoch, title, named) is not None
+        notes = self._staging(kind, epoch)
+        for file in files:
+            if not done:
+                self.root.remove(file.path)
+            notes.remove(note_of(file.path))
+        self._publish()
+        return done
+
+    def _writing(
+        self, epoch: int, kind: Literal["units", "chunks"], folder: str, shape: Shape
+    ) -> AbstractContextManager[DataWriter]:
+        return writing(self.root, self._staging(kind, epoch), folder, shape.version, self.format)
+
+    def _publish(self) -> None:
+        head = self._log.head()
+        if head is not None:
+            manifest.publish(self.root, self.pipeline, head)
+
+    def sweep(self, epoch: int) -> None:
+        """See :meth:`.base.Sink.sweep`; with the notes go the files that no entry names."""
+        head = self._log.head()
+        if head is None or head.contents["head"]["epoch"] != epoch:
+            return
+        self._remove_unnamed(head, lambda kind, left: left < epoch or (left == epoch and kind == "units"))
+        super().sweep(epoch)
+
+    def drop(self) -> None:
+        """See :meth:`.base.Sink.drop`; the last manifest stays with the files."""
+        if (head := self._log.head()) is not None:
+            self._remove_unnamed(head, lambda kind, left: True)
+        super().drop()
+
+    def _remove_unnamed(self, head: Head, chosen: Callable[[str, int], bool]) -> None:
+        """Remove files that no entry of the log names, of some kinds and epochs."""
+        staging = self._home / "staging"
+        for name in staging.files():
+            kind, epoch, _ = name.split("/")
+            path = (staging.read(name) or b"").decode()
+            if chosen(kind, int(epoch)) and path and path not in head.contents.get("files", {}):
+                self.root.remove(path)
+
+    # -- what a changelog does not need --------------------------------------------------------------
+
+    def check_condition(self, target: Target, where: str) -> None:
+        """See :meth:`.base.Sink.check_condition`: in a changelog rows are found by the source's keys alone."""
+
+    def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
+        """See :meth:`.base.Sink.matching_keys`: none."""
+        return frozenset()
+
+    def members(
+        self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+    ) -> Sequence[tuple[int, int]]:
+        """See :meth:`.base.Sink.members`: the keys of a changelog are one if their texts are."""
+        places = {member: place for place, member in enumerate(members)}
+        texts = zip(*(column.to_pylist() for column in keys), strict=True)
+        return [(n, places[text]) for n, text in enumerate(texts) if text in places]
+
+    # -- comparing ---------------------------------------------------------------------------------
+
+    def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
+        """See :meth:`.base.Sink.compared`."""
+        if self.missing([target]):
+            raise UnknownTable(
+                f"the files of the target {target.schema}.{target.name} are gone",
+                f"Run `airflow-cdc resnapshot --table '{target.table.label}'`.",
+            )
+        return row_sides(source, target, self.mode, self.rows)
+
+    def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
+        """All events of a target since it was last begun anew: the files that one entry of the log names.
+
+        :param keys: all events come, whatever the keys.
+        """
+        head = self._log.head()
+        folder = folder_of(target)
+        contents: Contents = {} if head is None else head.contents
+        version = shape_of(contents, folder).version
+        for each in files_of(contents):
+            if (each.folder, each.version) == (folder, version):
+                with self.root.reading(each.path) as file:
+                    for batch in rows_.batches(self.format, file):
+                        yield rows_.texts(target, batch)
+
+
+def _is_whole(chunk: Chunk) -> bool:
+    return chunk.lower is None and chunk.upper is None
+
+
+def _only(target: Target, keys: frozenset[tuple[str, ...]], batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Leave out rows that the source has found under another text of a key. The stream brings these rows."""
+    names = [column.name for column in target.table.columns]
+    found = zip(*(batch.column(names.index(name)).to_pylist() for name in target.table.key), strict=True)
+    return batch.filter(pa.array([key in keys for key in found], pa.bool_()))

@@ -1,0 +1,464 @@
+"""The files sink by itself: what stands in the files, what readers are told, what is committed and what is not."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import duckdb
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ConfigError,
+    Failpoint,
+    Fenced,
+    ForeignTable,
+    GateClosed,
+    LimitExceeded,
+    StagingLost,
+)
+from airflow_cdc_provider.engine.failpoint import VARIABLE
+from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.sinks.base import RowsNeeded, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.files.datafile import FIRST_READ
+from airflow_cdc_provider.engine.sinks.files.settings import Format
+from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
+from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.visibility import Snapshot
+
+ORIGIN = Origin("7", 1, 5)
+SOURCE = {"system": "7", "timeline": 1, "database": 5}
+
+
+def column(name: str, kind: str, number: int, missing: str | None = None) -> Column:
+    return Column(name, kind, 0, None, False, True, attnum=number, missing=missing)
+
+
+def table(*columns: Column, name: str = "t") -> Table:
+    return Table(10, "public", name, columns, ("id",), "d", None, (Leaf(10, "public", name),), "r")
+
+
+ID, BODY, AT = column("id", "bigint", 1), column("body", "text", 2), column("at", "timestamp with time zone", 3)
+TARGET = Target(table(ID, BODY, AT), "public", "t")
+CHUNKS = (Chunk("public.t", 0, None, ("5",)), Chunk("public.t", 1, ("5",), None))
+DAY = 86_400_000_000
+
+
+def watermark(high: int = 100) -> Watermark:
+    return Watermark(Snapshot(10, 20), high)
+
+
+def rows(*values: Sequence[str | None]) -> Iterator[pa.RecordBatch]:
+    names = [f"f{i}" for i in range(len(values[0]))]
+    yield pa.RecordBatch.from_arrays([pa.array(c, pa.string()) for c in zip(*values, strict=True)], names=names)
+
+
+def effect(*events: dict[str, Any], label: str = "public.t") -> Effect:
+    kinds = {"op": pa.string(), "commit_lsn": pa.int64(), "seq": pa.int64(), "xid": pa.int64(), "commit_ts": pa.int64()}
+    names = list(dict.fromkeys(name for event in events for name in event))
+    columns = {n: pa.array([e.get(n) for e in events], kinds.get(n, pa.large_string())) for n in names}
+    return Effect(label, False, pa.table(columns))
+
+
+def change(op: str, lsn: int, *values: str | None, seq: int = 1, ts: int = DAY, **more: Any) -> dict[str, Any]:
+    event = {"op": op, "commit_lsn": lsn, "seq": seq, "xid": 7, "commit_ts": ts}
+    return event | {f"c{i}": value for i, value in enumerate(values)} | more
+
+
+def unit(sink: FilesSink, epoch: int, start: int, end: int, *effects: Effect) -> bool:
+    staged = sink.stage(epoch, uuid.uuid4().hex, effects)
+    piece = StagedPiece("", "", 0, 0, b"", staged, frozenset(), 1 << 40)
+    return sink.commit(epoch, start, end, [piece])
+
+
+def chunk(sink: FilesSink, epoch: int, which: Chunk, *values: Sequence[str | None], target: Target = TARGET) -> Any:
+    written = sink.write_chunk(epoch, target, which, ORIGIN, rows(*values), watermark)
+    return None if written is None else sink.commit_chunk(epoch, target, which, ORIGIN, written)
+
+
+def told(sink: FilesSink) -> dict[str, Any]:
+    """What readers are told."""
+    found = sink.root.read(f"_manifest/{sink.pipeline}.json")
+    assert found is not None
+    return cast("dict[str, Any]", json.loads(found))
+
+
+def paths(sink: FilesSink, name: str = "public/t") -> list[str]:
+    return (sink.root.read(f"_manifest/{name}.txt") or b"").decode().splitlines()
+
+
+def events(sink: FilesSink, target: Target = TARGET) -> list[dict[str, Any]]:
+    found = [event for batch in sink.rows(target) for event in batch.to_pylist()]
+    return sorted(found, key=lambda event: (event["_commit_lsn"], int(event["_seq"]), str(event["id"])))
+
+
+def data_files(sink: FilesSink) -> list[str]:
+    return [name for name in sink.root.files() if not name.startswith("_")]
+
+
+@pytest.fixture(params=["parquet", "json", "memory"])
+def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FilesSink]:
+    root = Place(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "lake"))
+    format_: Format = "json" if request.param == "json" else "parquet"
+    found = FilesSink(root, "shop", "changelog", format_)
+    found.prepare([TARGET], CHUNKS, SOURCE, 50)
+    yield found
+    root.remove()
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> FilesSink:
+    found = FilesSink(Place(str(tmp_path / "lake")), "shop", "changelog")
+    found.prepare([TARGET], CHUNKS, SOURCE, 50)
+    return found
+
+
+ROW = ("1", "one", "2026-01-02 03:04:05.678+00")
+
+
+def test_snapshot_rows_and_changes_stand_in_the_files_as_the_source_has_written_them(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    assert chunk(sink, epoch, CHUNKS[0], ROW, ("2", None, None)) == 2
+    assert chunk(sink, epoch, CHUNKS[0], ROW) is None, "it has been committed"
+    assert chunk(sink, epoch, CHUNKS[1], ("9", 'q"\\\n', None)) == 1
+    moved = change("u", 60, "3", "new", None, unchanged='{"at"}', old_kind="K", b0="1", b1=None, b2=None)
+    gone = change("d", 70, "2", None, None, old_kind="O", b0="2", b1='a "b"\n', b2=None)
+    assert unit(sink, epoch, 50, 70, effect(moved, gone))
+    found = events(sink)
+    assert [(e["_op"], e["_commit_lsn"], e["_seq"], e["id"], e["body"], e["at"]) for e in found] == [
+        ("r", "0/32", str(FIRST_READ), "1", "one", "2026-01-02 03:04:05.678+00"),
+        ("r", "0/32", str(FIRST_READ), "2", None, None),
+        ("r", "0/32", str(FIRST_READ), "9", 'q"\\\n', None),
+        ("u", "0/3C", "1", "3", "new", None),
+        ("d", "0/46", "1", "2", None, None),
+    ]
+    assert [e["_unchanged"] for e in found] == [None, None, None, "{at}", None]
+    assert [e["_before"] and json.loads(e["_before"]) for e in found] == [
+        *(None, None, None),
+        {"id": "1"},
+        {"id": "2", "body": 'a "b"\n', "at": None},
+    ]
+    record = sink.record()
+    assert record is not None
+    assert (record.applied, record.unfinished) == (70, ())
+
+
+def test_files_stand_by_table_and_date(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    assert unit(sink, epoch, 50, 70, effect(change("i", 60, *ROW), change("i", 70, "2", None, None, ts=3 * DAY)))
+    folders = [name.rpartition("/")[0] for name in data_files(sink)]
+    assert folders == ["public/t/_date=1970-01-02", "public/t/_date=1970-01-04"]
+    (one, other) = told(sink)["tables"]["public.t"]["files"]
+    assert (one["date"], one["rows"], one["first"], one["last"]) == ("1970-01-02", 1, "0/3C", "0/3C")
+    assert paths(sink) == [one["path"], other["path"]]
+
+
+def test_every_plain_reader_reads_what_the_list_names(parquet: FilesSink) -> None:
+    epoch = parquet.take_epoch("me")
+    chunk(parquet, epoch, CHUNKS[0], ROW, ("2", None, None))
+    unit(parquet, epoch, 50, 70, effect(change("i", 60, "3", None, None)))
+    found = paths(parquet)
+    assert pl.scan_parquet(found).select(pl.len()).collect().item() == 3
+    assert duckdb.sql(f"SELECT count(*), max(_commit_lsn) FROM read_parquet({found})").fetchall() == [(3, 60)]
+    schema = pq.read_schema(found[0])
+    assert schema.field("id").type == pa.int64()
+    assert schema.field("at").type == pa.timestamp("us", "UTC")
+    assert schema.field("_commit_lsn").type == pa.int64()
+    assert schema.field("_unchanged").type == pa.list_(pa.field("element", pa.string()))
+
+
+def test_json_lines_are_read_by_duckdb(tmp_path: Path) -> None:
+    sink = FilesSink(Place(str(tmp_path)), "shop", "changelog", "json")
+    sink.prepare([TARGET], CHUNKS, SOURCE, 50)
+    epoch = sink.take_epoch("me")
+    chunk(sink, epoch, CHUNKS[0], ROW, ("9223372036854775807", None, None))
+    query = f"SELECT id, body, _commit_lsn FROM read_json({paths(sink)}, format = 'newline_delimited') ORDER BY id"
+    assert duckdb.sql(query).fetchall() == [(1, "one", 50), (9223372036854775807, None, 50)]
+
+
+def test_a_unit_is_in_all_tables_at_once_or_in_none(sink: FilesSink, monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = sink.take_epoch("me")
+    other = Target(replace(TARGET.table, name="u", oid=11), "public", "u")
+    sink.add(epoch, [other], [])
+    effects = [effect(change("i", 60, *ROW)), effect(change("i", 60, *ROW), label="public.u")]
+    monkeypatch.setenv(VARIABLE, "before-entry:error")
+    with pytest.raises(Failpoint):
+        unit(sink, epoch, 50, 60, *effects)
+    monkeypatch.delenv(VARIABLE)
+    assert events(sink) == events(sink, other) == []
+    assert len(data_files(sink)) == 2, "they are there, and no list names them"
+    assert paths(sink) == paths(sink, "public/u") == []
+    sink.sweep(epoch)
+    assert data_files(sink) == []
+    assert unit(sink, epoch, 50, 60, *effects)
+    tables = told(sink)["tables"]
+    assert [len(tables[name]["files"]) for name in ("public.t", "public.u")] == [1, 1]
+
+
+@pytest.mark.parametrize("place", ["after-entry", "before-manifest", "in-manifest"])
+def test_what_a_crash_leaves_untold_is_told_by_the_next_run(
+    sink: FilesSink, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = sink.take_epoch("me")
+    monkeypatch.setenv(VARIABLE, f"{place}:error")
+    with pytest.raises(Failpoint):
+        unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    monkeypatch.delenv(VARIABLE)
+    assert told(sink)["tables"]["public.t"]["files"] == []
+    assert len(events(sink)) == 1, "it is committed"
+    epoch = sink.take_epoch("next")
+    assert len(told(sink)["tables"]["public.t"]["files"]) == len(paths(sink)) == 1
+    assert not unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    sink.sweep(epoch)
+    assert len(data_files(sink)) == 1
+
+
+def test_a_unit_that_is_repeated_leaves_nothing(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    assert unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    assert not unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    assert len(data_files(sink)) == len(events(sink)) == 1
+    assert (sink._home / "staging").files() == []
+
+
+def test_a_file_that_is_gone_before_the_commit_is_noticed(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    staged = sink.stage(epoch, "a", [effect(change("i", 60, *ROW))])
+    sink.root.remove(data_files(sink)[0])
+    with pytest.raises(StagingLost):
+        sink.commit(epoch, 50, 60, [StagedPiece("", "", 0, 0, b"", staged, frozenset(), 1 << 40)])
+
+
+def test_an_overtaken_run_adds_nothing(sink: FilesSink) -> None:
+    old = sink.take_epoch("old")
+    staged = sink.stage(old, "a", [effect(change("i", 60, *ROW))])
+    written = sink.write_chunk(old, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
+    new = sink.take_epoch("new")
+    steps: list[Callable[[], object]] = [
+        lambda: sink.commit(old, 50, 60, [StagedPiece("", "", 0, 0, b"", staged, frozenset(), 1 << 40)]),
+        lambda: sink.commit_chunk(old, TARGET, CHUNKS[0], ORIGIN, written),
+        lambda: sink.stage(old, "b", [effect(change("i", 60, *ROW))]),
+        lambda: sink.write_chunk(old, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark),
+        lambda: sink.replace(old, TARGET, None, rows(ROW), watermark, TARGET),
+        lambda: sink.redefine(old, TARGET, TARGET),
+    ]
+    for step in steps:
+        with pytest.raises(Fenced):
+            step()
+    assert events(sink) == []
+    sink.sweep(old)
+    assert len(data_files(sink)) == 2
+    sink.sweep(new)
+    assert data_files(sink) == []
+
+
+def test_chunks_that_are_being_written_are_not_swept(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    written = sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
+    sink.sweep(epoch)
+    assert sink.commit_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, written) == 1
+
+
+def test_a_read_that_fails_leaves_no_file(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+
+    def failing() -> Iterator[pa.RecordBatch]:
+        yield from rows(ROW)
+        raise RuntimeError("the source is gone")
+
+    with pytest.raises(RuntimeError, match="the source is gone"):
+        sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, failing(), watermark)
+    assert data_files(sink) == []
+
+
+def test_rows_that_are_read_again_come_behind_what_was_there(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    chunk(sink, epoch, CHUNKS[0], ROW)
+    chunk(sink, epoch, CHUNKS[1], ("9", None, None))
+    keys = frozenset({("1",), ("2",)})
+    assert sink.replace(epoch, TARGET, keys, rows(("1", "again", None), ("01", "x", None)), watermark, TARGET) == 1
+    assert sink.replace(epoch, TARGET, None, rows(("1", "all", None), ("9", "all", None)), watermark, TARGET) == 2
+    found = [(int(e["_seq"]) - FIRST_READ, e["_op"], e["id"], e["body"]) for e in events(sink)]
+    assert found == [
+        (0, "r", "1", "one"),
+        (0, "r", "9", None),
+        (1, "d", "1", None),
+        (1, "d", "2", None),
+        (2, "r", "1", "again"),
+        (3, "t", None, None),
+        (4, "r", "1", "all"),
+        (4, "r", "9", "all"),
+    ]
+    unit(sink, epoch, 50, 60)
+    sink.replace(epoch, TARGET, None, rows(("1", "later", None)), watermark, TARGET)
+    assert [int(e["_seq"]) - FIRST_READ for e in events(sink) if e["_commit_lsn"] == "0/3C"] == [0, 1]
+
+
+def test_rows_that_were_read_before_the_stream_went_on_are_not_committed(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    written = sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
+    unit(sink, epoch, 50, 60)
+    with pytest.raises(StagingLost):
+        sink.commit_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, written)
+
+
+# -- changes of schema -------------------------------------------------------------------------------
+
+
+def test_an_added_column_is_in_the_files_from_then_on(parquet: FilesSink) -> None:
+    epoch = parquet.take_epoch("me")
+    unit(parquet, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    after = Target(table(ID, BODY, AT, column("more", "integer", 4)), "public", "t")
+    parquet.redefine(epoch, TARGET, after)
+    unit(parquet, epoch, 60, 70, effect(change("i", 70, "2", None, None, "7")))
+    assert [e["more"] for e in events(parquet, after)] == [None, "7"]
+    query = f"SELECT id, more FROM read_parquet({paths(parquet)}, union_by_name = true) ORDER BY id"
+    assert duckdb.sql(query).fetchall() == [(1, None), (2, 7)]
+    dropped = Target(table(ID, AT, column("more", "integer", 4)), "public", "t")
+    parquet.redefine(epoch, after, dropped)
+    unit(parquet, epoch, 70, 80, effect(change("i", 80, "3", None, "8")))
+    assert "body" not in pq.read_schema(paths(parquet)[-1]).names
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        (ID, BODY, AT, column("more", "integer", 4, missing="7")),
+        (ID, replace(BODY, name="text"), AT),
+        (ID, replace(BODY, type="bytea"), AT),
+    ],
+)
+def test_what_would_leave_other_values_in_the_changelog_is_read_again(
+    parquet: FilesSink, columns: Sequence[Column]
+) -> None:
+    epoch = parquet.take_epoch("me")
+    unit(parquet, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    with pytest.raises(RowsNeeded):
+        parquet.redefine(epoch, TARGET, Target(table(*columns), "public", "t"))
+    assert parquet.record() is not None
+    assert cast(Any, parquet.record()).targets == (TARGET,)
+
+
+def test_another_type_begins_another_version(parquet: FilesSink) -> None:
+    epoch = parquet.take_epoch("me")
+    unit(parquet, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    after = Target(table(ID, replace(BODY, type="integer"), AT), "public", "t")
+    parquet.replace(epoch, after, None, rows(("1", "11", None)), watermark, TARGET)
+    unit(parquet, epoch, 60, 70, effect(change("i", 70, "2", "22", None)))
+    now = told(parquet)["tables"]["public.t"]
+    assert (now["version"], len(now["earlier"]), len(now["files"])) == (2, 1, len(paths(parquet)))
+    assert all("/v2/_date=" in file["path"] for file in now["files"])
+    query = f"SELECT _op, id, body FROM read_parquet({paths(parquet)}) ORDER BY _commit_lsn, _seq"
+    assert duckdb.sql(query).fetchall() == [("t", None, None), ("r", 1, 11), ("i", 2, 22)]
+    assert [e["_op"] for e in events(parquet, after)] == ["t", "r", "i"]
+
+
+def test_a_value_that_a_type_cannot_hold_is_refused(parquet: FilesSink) -> None:
+    epoch = parquet.take_epoch("me")
+    with pytest.raises(LimitExceeded, match=r"public\.t\.at"):
+        unit(parquet, epoch, 50, 60, effect(change("i", 60, "1", None, "infinity")))
+    assert data_files(parquet) == []
+
+
+# -- targets -----------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_files_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "public" / "t").mkdir(parents=True)
+    (tmp_path / "public" / "t" / "theirs.parquet").write_bytes(b"")
+    sink = FilesSink(Place(str(tmp_path)), "shop", "changelog")
+    with pytest.raises(ForeignTable, match=r"theirs\.parquet"):
+        sink.prepare([TARGET], CHUNKS, SOURCE, 50)
+    assert sink.record() is None
+
+
+def test_a_column_that_has_the_name_of_the_partitions_is_refused(tmp_path: Path) -> None:
+    sink = FilesSink(Place(str(tmp_path)), "shop", "changelog")
+    with pytest.raises(ConfigError, match="_date"):
+        sink.prepare([Target(table(ID, column("_date", "date", 2)), "public", "t")], CHUNKS, SOURCE, 50)
+
+
+@pytest.mark.parametrize("name", ["_airflow_cdc", "..", ".hidden", "a/b", "50% *[x]?", "Größe", "a.b"])
+def test_names_of_all_kinds_are_folders(tmp_path: Path, name: str) -> None:
+    target = Target(replace(TARGET.table, schema=name, name=name), name, name)
+    sink = FilesSink(Place(str(tmp_path / "lake")), "shop", "changelog")
+    sink.prepare([target], [Chunk(f"{name}.{name}", 0, None, None)], SOURCE, 50)
+    epoch = sink.take_epoch("me")
+    assert chunk(sink, epoch, Chunk(f"{name}.{name}", 0, None, None), ROW, target=target) == 1
+    (file,) = told(sink)["tables"][f"{name}.{name}"]["files"]
+    assert duckdb.sql(f"SELECT count(*) FROM read_parquet({[file['path']]})").fetchall() == [(1,)]
+    assert len(data_files(sink)) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["lake"]
+
+
+def test_files_of_a_lost_record_are_taken_over_and_replaced(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    sink._home.remove()
+    whole = [Chunk("public.t", 0, None, None)]
+    with pytest.raises(ForeignTable):
+        sink.prepare([TARGET], whole, SOURCE, 70)
+    with pytest.raises(GateClosed, match="history"):
+        sink.prepare([TARGET], whole, SOURCE, 55, ours=["public.t"])
+    sink.prepare([TARGET], whole, SOURCE, 70, ours=["public.t"])
+    assert len(told(sink)["tables"]["public.t"]["earlier"]) == 1
+    epoch = sink.take_epoch("me")
+    chunk(sink, epoch, whole[0], ("1", "anew", None))
+    assert [(e["_op"], e["body"]) for e in events(sink)] == [("t", None), ("r", "anew")]
+
+
+def test_beginning_again_replaces_what_the_changelog_amounts_to(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    with pytest.raises(GateClosed, match="history"):
+        sink.restart(epoch, [TARGET], SOURCE, 55)
+    sink.restart(epoch, [TARGET], SOURCE, 90)
+    chunk(sink, epoch, Chunk("public.t", 0, None, None), ("1", "anew", None))
+    assert [(e["_op"], e["_commit_lsn"]) for e in events(sink)] == [("i", "0/3C"), ("t", "0/5A"), ("r", "0/5A")]
+
+
+def test_a_table_that_was_left_out_does_not_come_back_upon_its_rows(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    sink.forget(epoch, ["public.t"])
+    assert len(paths(sink)) == 1
+    with pytest.raises(ForeignTable):
+        sink.add(epoch, [TARGET], CHUNKS)
+
+
+def test_a_table_whose_files_are_gone_is_missing(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    assert sink.missing([TARGET]) == ()
+    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    assert sink.missing([TARGET]) == ()
+    sink.root.remove("public/t")
+    assert sink.missing([TARGET]) == (TARGET,)
+
+
+def test_dropping_leaves_the_tables_and_the_last_manifest(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
+    sink.stage(epoch, "a", [effect(change("i", 70, *ROW))])
+    sink.drop()
+    assert sink.record() is None
+    assert len(data_files(sink)) == len(paths(sink)) == 1
+    assert not (sink.root / "_airflow_cdc").names()
+
+
+def test_a_place_that_cannot_be_written_is_told_by_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sink = FilesSink(Place(str(tmp_path / "file")), "shop", "changelog")
+    with pytest.raises(CdcError) as told_:
+        sink.prepare([TARGET], CHUNKS, SOURCE, 50)
+    assert told_.value.solution
