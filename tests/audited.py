@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psycopg
 
@@ -91,6 +91,15 @@ def assert_exactly_once(pipeline: PipelineUnderTest, table: str = "public.t", le
     copied = sum(chunk.rows for chunk in pipeline.record.chunks)
     assert pipeline.target_rows(f"SELECT count(*) FROM {table} WHERE _op = 'r'") == [(copied,)]
 
+    found = pipeline.target_rows(f"SELECT _xid, _op::text, id FROM {table} WHERE _op <> 'r'")
+    assert_all_changes(pipeline, found, least)
+
+
+def assert_all_changes(pipeline: PipelineUnderTest, found: Sequence[tuple[int, str, int]], least: int = 100) -> None:
+    """The changes that a changelog of ``public.t`` holds are those that none of its chunks contains.
+
+    :param found: transaction, kind and key of each.
+    """
     chunks = ", ".join(
         f"({c.chunk.lower[0] if c.chunk.lower else 'NULL'}::int, {c.chunk.upper[0] if c.chunk.upper else 'NULL'}::int,"
         f" '{c.watermark.snapshot}'::pg_snapshot)"
@@ -108,7 +117,6 @@ def assert_exactly_once(pipeline: PipelineUnderTest, table: str = "public.t", le
         " CASE WHEN op <> 'u' OR erased AND written THEN op WHEN erased THEN 'd' ELSE 'i' END,"
         " CASE WHEN written THEN new_id ELSE old_id END FROM halves WHERE erased OR written"
     )
-    found = pipeline.target_rows(f"SELECT _xid, _op::text, id FROM {table} WHERE _op <> 'r'")
     assert len(expected) >= least
     lost, surplus = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
     assert (lost, surplus) == (Counter(), Counter())

@@ -116,7 +116,7 @@ class FilesSink(LakeRecord):
         return change
 
     def _carry_out(self, contents: Contents, step: Step) -> None:
-        """Nothing is done beside the log but what follows from it, see :meth:`_publish`."""
+        """Nothing is done beside the log but what follows from it, see :meth:`publish`."""
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.base.Sink.missing`: those whose files have all gone."""
@@ -129,12 +129,12 @@ class FilesSink(LakeRecord):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`.base.Sink.prepare`."""
         super().prepare(*args, **kwargs)
-        self._publish()
+        self.publish()
 
     def take_epoch(self, owner: str) -> int:
         """See :meth:`.base.Sink.take_epoch`; manifests that an earlier run has left behind are brought up first."""
         epoch = super().take_epoch(owner)
-        self._publish()
+        self.publish()
         return epoch
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
@@ -346,7 +346,7 @@ class FilesSink(LakeRecord):
             if not done:
                 self.root.remove(file.path)
             notes.remove(note_of(file.path))
-        self._publish()
+        self.publish()
         return done
 
     def _writing(
@@ -354,7 +354,8 @@ class FilesSink(LakeRecord):
     ) -> AbstractContextManager[DataWriter]:
         return writing(self.root, self._staging(kind, epoch), folder, shape.version, self.format)
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Bring the manifests up to the log."""
         head = self._log.head()
         if head is not None:
             manifest.publish(self.root, self.pipeline, head)

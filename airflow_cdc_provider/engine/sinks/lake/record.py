@@ -158,6 +158,19 @@ class LakeRecord:
                     continue
                 return self._completed(appended).contents
 
+    def append_beside(self, what: str, decide: Callable[[Contents], Commit | None]) -> bool:
+        """Append an entry that needs no epoch, as what it says holds whoever runs the pipeline.
+
+        :param what, decide: as for a commit, which must do nothing when it does not hold any more.
+        :returns: whether anything was to be committed.
+        """
+        return self._append(None, what, decide) is not None
+
+    def head(self) -> Head | None:
+        """The last entry of the log; ``None`` when there is no pipeline."""
+        head = self._log.head()
+        return head if head is not None and head.contents.get("head") else None
+
     def _completed(self, head: Head) -> Head:
         """Have the step that is open in ``head`` carried out, by this process or another."""
         number = head.number
