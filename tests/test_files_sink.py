@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
+from airflow_cdc_provider.engine.catalog import Column
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import (
     CdcError,
     ConfigError,
@@ -29,99 +27,46 @@ from airflow_cdc_provider.engine.errors import (
     StagingLost,
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import RowsNeeded, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.files.datafile import FIRST_READ
-from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.place import Place
-from airflow_cdc_provider.engine.visibility import Snapshot
-
-ORIGIN = Origin("7", 1, 5)
-SOURCE = {"system": "7", "timeline": 1, "database": 5}
-
-
-def column(name: str, kind: str, number: int, missing: str | None = None) -> Column:
-    return Column(name, kind, 0, None, False, True, attnum=number, missing=missing)
-
-
-def table(*columns: Column, name: str = "t") -> Table:
-    return Table(10, "public", name, columns, ("id",), "d", None, (Leaf(10, "public", name),), "r")
-
-
-ID, BODY, AT = column("id", "bigint", 1), column("body", "text", 2), column("at", "timestamp with time zone", 3)
-TARGET = Target(table(ID, BODY, AT), "public", "t")
-CHUNKS = (Chunk("public.t", 0, None, ("5",)), Chunk("public.t", 1, ("5",), None))
-DAY = 86_400_000_000
-
-
-def watermark(high: int = 100) -> Watermark:
-    return Watermark(Snapshot(10, 20), high)
-
-
-def rows(*values: Sequence[str | None]) -> Iterator[pa.RecordBatch]:
-    names = [f"f{i}" for i in range(len(values[0]))]
-    yield pa.RecordBatch.from_arrays([pa.array(c, pa.string()) for c in zip(*values, strict=True)], names=names)
+from tests.files_sink import (
+    AT,
+    BODY,
+    CHUNKS,
+    DAY,
+    ID,
+    ORIGIN,
+    SOURCE,
+    STORES,
+    TARGET,
+    change,
+    chunk,
+    column,
+    data_files,
+    effect,
+    events,
+    paths,
+    provisioned,
+    rows,
+    table,
+    told,
+    unit,
+    watermark,
+)
 
 
-def effect(*events: dict[str, Any], label: str = "public.t") -> Effect:
-    kinds = {"op": pa.string(), "commit_lsn": pa.int64(), "seq": pa.int64(), "xid": pa.int64(), "commit_ts": pa.int64()}
-    names = list(dict.fromkeys(name for event in events for name in event))
-    columns = {n: pa.array([e.get(n) for e in events], kinds.get(n, pa.large_string())) for n in names}
-    return Effect(label, False, pa.table(columns))
-
-
-def change(op: str, lsn: int, *values: str | None, seq: int = 1, ts: int = DAY, **more: Any) -> dict[str, Any]:
-    event = {"op": op, "commit_lsn": lsn, "seq": seq, "xid": 7, "commit_ts": ts}
-    return event | {f"c{i}": value for i, value in enumerate(values)} | more
-
-
-def unit(sink: FilesSink, epoch: int, start: int, end: int, *effects: Effect) -> bool:
-    staged = sink.stage(epoch, uuid.uuid4().hex, effects)
-    piece = StagedPiece("", "", 0, 0, b"", staged, frozenset(), 1 << 40)
-    return sink.commit(epoch, start, end, [piece])
-
-
-def chunk(sink: FilesSink, epoch: int, which: Chunk, *values: Sequence[str | None], target: Target = TARGET) -> Any:
-    written = sink.write_chunk(epoch, target, which, ORIGIN, rows(*values), watermark)
-    return None if written is None else sink.commit_chunk(epoch, target, which, ORIGIN, written)
-
-
-def told(sink: FilesSink) -> dict[str, Any]:
-    """What readers are told."""
-    found = sink.root.read(f"_manifest/{sink.pipeline}.json")
-    assert found is not None
-    return cast("dict[str, Any]", json.loads(found))
-
-
-def paths(sink: FilesSink, name: str = "public/t") -> list[str]:
-    return (sink.root.read(f"_manifest/{name}.txt") or b"").decode().splitlines()
-
-
-def events(sink: FilesSink, target: Target = TARGET) -> list[dict[str, Any]]:
-    found = [event for batch in sink.rows(target) for event in batch.to_pylist()]
-    return sorted(found, key=lambda event: (event["_commit_lsn"], int(event["_seq"]), str(event["id"])))
-
-
-def data_files(sink: FilesSink) -> list[str]:
-    return [name for name in sink.root.files() if not name.startswith("_")]
-
-
-@pytest.fixture(params=["parquet", "json", "memory"])
+@pytest.fixture(params=STORES)
 def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FilesSink]:
-    root = Place(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else str(tmp_path / "lake"))
-    format_: Format = "json" if request.param == "json" else "parquet"
-    found = FilesSink(root, "shop", "changelog", format_)
-    found.prepare([TARGET], CHUNKS, SOURCE, 50)
-    yield found
-    root.remove()
+    with provisioned(request.param, tmp_path) as found:
+        yield found
 
 
 @pytest.fixture
-def parquet(tmp_path: Path) -> FilesSink:
-    found = FilesSink(Place(str(tmp_path / "lake")), "shop", "changelog")
-    found.prepare([TARGET], CHUNKS, SOURCE, 50)
-    return found
+def parquet(tmp_path: Path) -> Iterator[FilesSink]:
+    with provisioned("parquet", tmp_path) as found:
+        yield found
 
 
 ROW = ("1", "one", "2026-01-02 03:04:05.678+00")
