@@ -1,0 +1,1 @@
+"""SQLite as a sink of airflow-cdc-provider: mirrors in one database file."""

@@ -1,0 +1,282 @@
+"""The commit record: tables beside the targets in the one file, so that data and record are committed together."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.errors import Fenced, ForeignTable, SecondWriter
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.visibility import Snapshot
+from cdc_sqlite.store import connected, quoted, transaction
+from cdc_sqlite.tables import TargetTable, place
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS airflow_cdc_store (id TEXT)",
+    "INSERT INTO airflow_cdc_store SELECT hex(randomblob(16)) WHERE NOT EXISTS (SELECT 1 FROM airflow_cdc_store)",
+    "CREATE TABLE IF NOT EXISTS airflow_cdc_pipelines (pipeline TEXT PRIMARY KEY, epoch INTEGER, owner TEXT,"
+    " applied INTEGER, advanced REAL, identity TEXT)",
+    "CREATE TABLE IF NOT EXISTS airflow_cdc_tables (pipeline TEXT, label TEXT, target_schema TEXT, target_name TEXT,"
+    " place TEXT UNIQUE COLLATE NOCASE, definition TEXT, PRIMARY KEY (pipeline, label))",
+    "CREATE TABLE IF NOT EXISTS airflow_cdc_chunks (pipeline TEXT, label TEXT, number INTEGER, definition TEXT,"
+    " keys TEXT, snapshot TEXT, high INTEGER, row_count INTEGER, PRIMARY KEY (pipeline, label, number))",
+    "CREATE TABLE IF NOT EXISTS airflow_cdc_deposits (pipeline TEXT, name TEXT, number INTEGER, fragment BLOB,"
+    " PRIMARY KEY (pipeline, name, number))",
+)
+
+
+@dataclass(frozen=True)
+class SqliteRecord:
+    """A pipeline's commit record in a database file."""
+
+    path: str
+    pipeline: str
+    mode: Literal["mirror"] = "mirror"
+
+    @contextmanager
+    def _writing(self, rehearsal: bool = False) -> Iterator[sqlite3.Connection]:
+        with connected(self.path) as connection, transaction(connection, rehearsal):
+            for statement in _TABLES:
+                connection.execute(statement)
+            yield connection
+
+    def _fence(self, connection: sqlite3.Connection, epoch: int) -> int:
+        """Refuse to go on under an epoch that is another's; within a transaction none can be taken until it ends.
+
+        :returns: the applied LSN.
+        """
+        query = "SELECT epoch, applied FROM airflow_cdc_pipelines WHERE pipeline = ?"
+        found = connection.execute(query, [self.pipeline]).fetchone()
+        if found is None:
+            raise Fenced(
+                f"{self.path} has no commit record of pipeline {self.pipeline} any more",
+                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
+            )
+        if found[0] != epoch:
+            raise Fenced.by(f"pipeline {self.pipeline} in {self.path} is at", found[0], epoch)
+        return int(found[1])
+
+    @contextmanager
+    def _fenced_writing(self, epoch: int, rehearsal: bool = False) -> Iterator[tuple[sqlite3.Connection, int]]:
+        with self._writing(rehearsal) as connection:
+            yield connection, self._fence(connection, epoch)
+
+    # -- beginning ---------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        targets: Sequence[Target],
+        chunks: Sequence[Chunk],
+        identity: Mapping[str, Any],
+        start: int,
+        ours: Collection[str] = (),
+        rehearsal: bool = False,
+    ) -> None:
+        """See ``Sink.prepare``."""
+        with self._writing(rehearsal) as connection:
+            begun = connection.execute(
+                "INSERT OR IGNORE INTO airflow_cdc_pipelines VALUES (?, 0, '', ?, ?, ?)",
+                [self.pipeline, start, time.time(), json.dumps(identity)],
+            )
+            if not begun.rowcount:
+                raise SecondWriter(
+                    f"another run has provisioned pipeline {self.pipeline} meanwhile",
+                    "Nothing to do if the other run is meant; otherwise stop it and start again.",
+                )
+            self._enter(connection, targets, chunks, ours)
+            failpoint("before-plan")
+        failpoint("after-plan")
+
+    def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
+        """See ``Sink.add``."""
+        with self._fenced_writing(epoch) as (connection, _):
+            self._enter(connection, targets, chunks)
+            failpoint("before-plan")
+        failpoint("after-plan")
+
+    def restart(
+        self, epoch: int, targets: Sequence[Target], identity: Mapping[str, Any], start: int, rehearsal: bool = False
+    ) -> None:
+        """See ``Sink.restart``."""
+        with self._fenced_writing(epoch, rehearsal) as (connection, _):
+            ours = [target.table.label for target in targets if self._owner(connection, target)]
+            for table in ("airflow_cdc_tables", "airflow_cdc_chunks"):
+                connection.execute(f"DELETE FROM {table} WHERE pipeline = ?", [self.pipeline])
+            chunks = [Chunk(target.table.label, 0, None, None) for target in targets]
+            self._enter(connection, targets, chunks, ours)
+            connection.execute(
+                "UPDATE airflow_cdc_pipelines SET applied = ?, advanced = ?, identity = ? WHERE pipeline = ?",
+                [start, time.time(), json.dumps(identity), self.pipeline],
+            )
+
+    def _enter(
+        self,
+        connection: sqlite3.Connection,
+        targets: Sequence[Target],
+        chunks: Sequence[Chunk],
+        ours: Collection[str] = (),
+    ) -> None:
+        """Create or accept target tables, and record them with their chunks."""
+        for target in targets:
+            recorded = self._owner(connection, target)
+            TargetTable(connection, target).accept(recorded or target.table.label in ours)
+            connection.execute(
+                "INSERT OR REPLACE INTO airflow_cdc_tables VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    self.pipeline,
+                    target.table.label,
+                    target.schema,
+                    target.name,
+                    place(target),
+                    json.dumps(target.table.to_dict()),
+                ],
+            )
+        for chunk in chunks:
+            connection.execute(
+                "INSERT INTO airflow_cdc_chunks (pipeline, label, number, definition) VALUES (?, ?, ?, ?)",
+                [self.pipeline, chunk.table, chunk.index, json.dumps(chunk.to_dict())],
+            )
+
+    def _owner(self, connection: sqlite3.Connection, target: Target) -> bool:
+        """Whether a target table is recorded as that of its source table.
+
+        :raises ForeignTable: when it is recorded as another one's.
+        """
+        query = "SELECT pipeline, label FROM airflow_cdc_tables WHERE place = ?"
+        found = connection.execute(query, [place(target)]).fetchone()
+        if found not in (None, (self.pipeline, target.table.label)):
+            raise ForeignTable(
+                f"the table {place(target)} belongs to {found[1]} of pipeline {found[0]!r}",
+                "Give this pipeline another target schema (`sink.schema`), or drop the other one.",
+            )
+        return found is not None
+
+    def forget(self, epoch: int, labels: Sequence[str]) -> None:
+        """See ``Sink.forget``."""
+        with self._fenced_writing(epoch) as (connection, _):
+            for table in ("airflow_cdc_tables", "airflow_cdc_chunks"):
+                connection.executemany(
+                    f"DELETE FROM {table} WHERE pipeline = ? AND label = ?",
+                    [(self.pipeline, label) for label in labels],
+                )
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def identity(self) -> Mapping[str, Any]:
+        """See ``Sink.identity``: a number that the file gets when it is first written to."""
+        with self._writing() as connection:
+            return {"file": connection.execute("SELECT id FROM airflow_cdc_store").fetchone()[0]}
+
+    def record(self) -> Record | None:
+        """See ``Sink.record``."""
+        if not Path(self.path).exists():  # to connect would create it
+            return None
+        with connected(self.path) as connection:
+            connection.execute("BEGIN")  # one state of all tables
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'airflow_cdc_pipelines'").fetchone():
+                return None
+            query = "SELECT epoch, applied, advanced, identity FROM airflow_cdc_pipelines WHERE pipeline = ?"
+            found = connection.execute(query, [self.pipeline]).fetchone()
+            if found is None:
+                return None
+            chunks = connection.execute(
+                "SELECT definition, snapshot, high, row_count, keys FROM airflow_cdc_chunks"
+                " WHERE pipeline = ? ORDER BY label, number",
+                [self.pipeline],
+            ).fetchall()
+            targets = tuple(self._targets(connection).values())
+        epoch, applied, advanced, identity = found
+        return Record(epoch, applied, advanced, json.loads(identity), targets, tuple(_chunk(*each) for each in chunks))
+
+    def _targets(self, connection: sqlite3.Connection) -> dict[str, Target]:
+        found = connection.execute(
+            "SELECT label, definition, target_schema, target_name FROM airflow_cdc_tables"
+            " WHERE pipeline = ? ORDER BY label",
+            [self.pipeline],
+        )
+        return {label: Target(Table.from_dict(json.loads(text)), schema, name) for label, text, schema, name in found}
+
+    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See ``Sink.missing``."""
+        with connected(self.path) as connection:
+            return tuple(target for target in targets if not TargetTable(connection, target).columns)
+
+    # -- the epoch ---------------------------------------------------------------------------------
+
+    def take_epoch(self, owner: str) -> int:
+        """See ``Sink.take_epoch``."""
+        failpoint("before-epoch")
+        with self._writing() as connection:
+            # By the clock, so that no epoch comes twice where the file is restored from a copy.
+            found = connection.execute(
+                "UPDATE airflow_cdc_pipelines SET owner = ?, epoch = max(epoch + 1, ?) WHERE pipeline = ?"
+                " RETURNING epoch",
+                [owner, int(time.time() * 1000), self.pipeline],
+            ).fetchone()
+        failpoint("after-epoch")
+        return int(found[0])
+
+    @contextmanager
+    def fenced(self, epoch: int) -> Iterator[None]:
+        """See ``Sink.fenced``."""
+        with self._fenced_writing(epoch):
+            yield
+
+    def end_sessions(self) -> None:
+        """See ``Sink.end_sessions``: nobody can be ended, but whoever commits ends, and is waited for.
+
+        A task that has yet to commit its chunk may do so later: once, and if the record still has it unfinished.
+        """
+        with self._writing():
+            pass
+
+    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
+        """See ``Sink.note_source``."""
+        with self._fenced_writing(epoch) as (connection, _):
+            noted = {**self._identity(connection), **values}
+            update = "UPDATE airflow_cdc_pipelines SET identity = ? WHERE pipeline = ?"
+            connection.execute(update, [json.dumps(noted), self.pipeline])
+
+    def _identity(self, connection: sqlite3.Connection) -> dict[str, Any]:
+        """What the record says of the source."""
+        query = "SELECT identity FROM airflow_cdc_pipelines WHERE pipeline = ?"
+        return dict(json.loads(connection.execute(query, [self.pipeline]).fetchone()[0]))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """See ``Sink.drop``."""
+        if not Path(self.path).exists():
+            return
+        with self._writing() as connection:
+            self._drop_staged(connection)
+            for table in ("deposits", "chunks", "tables", "pipelines"):
+                connection.execute(f"DELETE FROM airflow_cdc_{table} WHERE pipeline = ?", [self.pipeline])
+
+    @property
+    def _staged(self) -> str:
+        """What names of staging tables begin with: no pipeline's name has a space, and no target's lacks a dot."""
+        return f"airflow_cdc_stage {self.pipeline} "
+
+    def _drop_staged(self, connection: sqlite3.Connection) -> None:
+        query = "SELECT name FROM sqlite_master WHERE substr(name, 1, ?) = ?"
+        for (name,) in connection.execute(query, [len(self._staged), self._staged]).fetchall():
+            connection.execute(f"DROP TABLE {quoted(name)}")
+
+
+def _chunk(definition: str, snapshot: str | None, high: int, count: int | None, keys: str | None) -> ChunkRecord:
+    return ChunkRecord(
+        Chunk.from_dict(json.loads(definition)),
+        None if snapshot is None else Watermark(Snapshot.parse(snapshot), high),
+        count or 0,
+        None if keys is None else frozenset(map(tuple, json.loads(keys))),
+    )

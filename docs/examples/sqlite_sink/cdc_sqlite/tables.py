@@ -1,0 +1,176 @@
+"""Target tables: every column is text, holding what Postgres writes, so that nothing is lost and equality is plain."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
+
+from airflow_cdc_provider.engine.effects import COUNT, MISSING
+from airflow_cdc_provider.engine.errors import CannotFollow, ForeignTable, TargetConflict
+from airflow_cdc_provider.engine.evolution import redefinition
+from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Staged, Target
+from cdc_sqlite.store import listed, marks, quoted
+
+
+def place(target: Target) -> str:
+    """The name of a target table: SQLite has no schemas, and files of a schema each would not commit as one."""
+    return f"{target.schema}.{target.name}"
+
+
+class TargetTable:
+    """What is done to one target table, in the transaction of ``connection``."""
+
+    def __init__(self, connection: sqlite3.Connection, target: Target) -> None:
+        self._run = connection.execute
+        self._run_many = connection.executemany
+        self._target = target
+        self._table = quoted(place(target))
+        self._names = [column.name for column in target.table.columns]
+        self._key = [self._names.index(name) for name in target.table.key]
+
+    # -- definition --------------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that the table has; none when it does not exist."""
+        return [name for (name,) in self._run("SELECT name FROM pragma_table_info(?)", [place(self._target)])]
+
+    def accept(self, ours: bool) -> None:
+        """Create the table, or accept one that is there and, if it is not ours, is as we would make it, and empty.
+
+        :raises ForeignTable: when it is not.
+        """
+        definitions = [f"{quoted(name)} TEXT" for name in self._names]
+        if self._key:
+            definitions.append(f"PRIMARY KEY {listed(self._target.table.key)}")
+        wanted = f"CREATE TABLE {self._table} ({', '.join(definitions)})"
+        query = "SELECT sql FROM sqlite_master WHERE type IN ('table', 'view') AND name = ? COLLATE NOCASE"
+        found = self._run(query, [place(self._target)]).fetchone()
+        rows = f"SELECT 1 FROM {self._table} LIMIT 1"
+        if found is not None and not ours and (found != (wanted,) or self._run(rows).fetchone()):
+            raise ForeignTable(
+                f"the table {place(self._target)} exists, and is not an empty one as the pipeline would make it",
+                "Drop or rename it, or give the pipeline another target schema (`sink.schema`).",
+            )
+        if found != (wanted,):  # of another definition: the rows are about to be replaced
+            self._run(f"DROP TABLE IF EXISTS {self._table}")
+            self._run(wanted)
+
+    def redefine(self, before: Target) -> None:
+        """Drop and add columns; whatever else has changed takes the rows.
+
+        :raises RowsNeeded: when that is so.
+        :raises CannotFollow: when something at the target depends on a column.
+        """
+        change = redefinition(before.table, self._target.table)
+        if change.renamed or change.retyped or change.replaced or change.key:
+            raise RowsNeeded(f"only the source knows the values of {place(self._target)}")
+        if set(self.columns) != {column.name for column in before.table.columns}:
+            raise RowsNeeded(f"somebody has changed the columns of {place(self._target)}")
+        try:
+            for name in change.dropped:
+                self._run(f"ALTER TABLE {self._table} DROP COLUMN {quoted(name)}")
+            for column in change.added:
+                self._run(f"ALTER TABLE {self._table} ADD COLUMN {quoted(column.name)} TEXT")
+                self._run(f"UPDATE {self._table} SET {quoted(column.name)} = ?", [column.missing])
+        except sqlite3.OperationalError as e:
+            raise CannotFollow(
+                f"the table {place(self._target)} cannot be changed as {self._target.table.label} was: {e}",
+                "Remove what stands in the way at the target, then start again.",
+            ) from e
+
+    # -- rows that are read ------------------------------------------------------------------------
+
+    def load(self, batches: Iterable[Sequence[Sequence[str | None]]], keys: Collection[tuple[str, ...]] | None) -> int:
+        """Put rows beside the target, in a table of this connection's own, which locks nothing.
+
+        :param batches: column by column.
+        :param keys: leave out rows under other keys: the stream brings what has come to one by another spelling.
+        """
+        self._run(f"CREATE TEMP TABLE loaded {self._places()}")
+        self._run("BEGIN")
+        for batch in batches:
+            rows: Iterable[tuple[str | None, ...]] = zip(*batch, strict=True)
+            if keys is not None:
+                rows = (row for row in rows if tuple(row[i] for i in self._key) in keys)
+            self._run_many(f"INSERT INTO loaded VALUES {marks(len(self._names))}", rows)
+        self._run("COMMIT")
+        return int(self._run("SELECT count(*) FROM loaded").fetchone()[0])
+
+    def take_loaded(self) -> None:
+        """Insert the rows that have been loaded."""
+        self._run(f"INSERT INTO {self._table} {listed(self._names)} SELECT * FROM loaded")
+
+    def delete(self, keys: Iterable[tuple[str, ...]] | None) -> None:
+        """Delete the rows with the given keys, all rows when ``None``."""
+        if keys is None:
+            self._run(f"DELETE FROM {self._table}")
+        else:
+            condition = f"{listed(self._target.table.key)} = {marks(len(self._key))}"
+            self._run_many(f"DELETE FROM {self._table} WHERE {condition}", keys)
+
+    def _places(self, chosen: Sequence[int] | None = None, prefix: str = "") -> str:
+        """The columns c0, … as the engine numbers them: a list, or a row of their values."""
+        return listed([f"c{i}" for i in (range(len(self._names)) if chosen is None else chosen)], prefix)
+
+    # -- rows that are staged ----------------------------------------------------------------------
+
+    def apply(self, staged: Staged) -> set[tuple[str, ...]]:
+        """Apply the staged changes of one piece.
+
+        :returns: keys of rows that lack values which neither the stream nor the table has.
+        """
+        if staged.truncate:
+            self.delete(None)
+        if staged.relation is None:
+            return set()
+        stage = quoted(staged.relation)
+        if COUNT in staged.columns:
+            self._apply_counted(stage)
+            return set()
+        # Values that were not sent are those of the rows as they are before anything of this piece is applied.
+        lacking = self._fill(stage) if MISSING in staged.columns else set()
+        # All keys are freed before the first is taken: a row may have moved to where another was.
+        self._run(
+            f"DELETE FROM {self._table} WHERE {listed(self._target.table.key)}"
+            f" IN (SELECT {self._places(self._key)[1:-1]} FROM {stage})"
+        )
+        self._run(
+            f"INSERT INTO {self._table} {listed(self._names)} SELECT {self._places()[1:-1]} FROM {stage}"
+            " WHERE NOT erased"
+        )
+        return lacking
+
+    def _fill(self, stage: str) -> set[tuple[str, ...]]:
+        """Fill in what was not sent, of rows that stand in the target under the key ``o0``, …."""
+        unsent = "replace(replace(s.missing, '{', ','), '}', ',')"  # ,1,3,
+        values = [
+            f"c{i} = CASE WHEN instr({unsent}, ',{i},') THEN t.{quoted(name)} ELSE s.c{i} END"
+            for i, name in enumerate(self._names)
+            if i not in self._key
+        ]
+        origin = listed([f"o{n}" for n in range(len(self._key))], "s.")
+        self._run(
+            f"UPDATE {stage} AS s SET missing = NULL, {', '.join(values)} FROM {self._table} AS t"
+            f" WHERE s.missing IS NOT NULL AND {listed(self._target.table.key, 't.')} = {origin}"
+        )
+        query = f"SELECT {self._places(self._key)[1:-1]} FROM {stage} WHERE missing IS NOT NULL"
+        return set(self._run(query).fetchall())
+
+    def _apply_counted(self, stage: str) -> None:
+        """Bring the copies of each row, of a table without a key, to their new number.
+
+        :raises TargetConflict: when there are fewer than are to be removed.
+        """
+        insert = f"INSERT INTO {self._table} {listed(self._names)} VALUES {marks(len(self._names))}"
+        equal = f"{listed(self._names)} IS {marks(len(self._names))}"
+        for count, *row in self._run(f"SELECT count, {self._places()[1:-1]} FROM {stage} ORDER BY count"):
+            there = 0 if count > 0 else self._run(f"DELETE FROM {self._table} WHERE {equal}", row).rowcount
+            if there + count < 0:
+                raise TargetConflict(
+                    f"the table {place(self._target)} lacks rows that {self._target.table.label} has lost: something"
+                    " else has changed it",
+                    f"Run `airflow-cdc resnapshot --table {self._target.table.label}`, then start again.",
+                )
+            self._run_many(insert, repeat(row, there + count))
