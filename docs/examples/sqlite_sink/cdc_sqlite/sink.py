@@ -34,7 +34,7 @@ from cdc_sqlite.store import connected, listed, marks, quoted, transaction
 from cdc_sqlite.tables import TargetTable, place
 
 _FRAGMENT_BYTES = 1 << 20
-_PAGE_ROWS = 1000
+_PAGE_ROWS = 250
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class SqliteSink(SqliteRecord):
         with connected(self.path) as connection:
             cursor = connection.execute(query, values)
             while page := cursor.fetchmany(_PAGE_ROWS):
-                columns = [pa.array(column, pa.large_string()) for column in zip(*page, strict=True)]
+                columns = [pa.array(column, pa.string()) for column in zip(*page, strict=True)]
                 yield pa.RecordBatch.from_arrays(columns, names=names)
 
 

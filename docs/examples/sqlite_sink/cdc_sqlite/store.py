@@ -39,7 +39,8 @@ def connected(path: str) -> Iterator[sqlite3.Connection]:
     """
     connection = None
     try:
-        connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
+        # Rows that are compared are read in one thread, and their reading may be ended in another.
+        connection = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")  # what is committed survives a crash of the machine
         yield connection

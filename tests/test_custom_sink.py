@@ -1,0 +1,426 @@
+"""A sink that another package brings: the example of ``docs/sinks/custom.md``, installed as its users would.
+
+It is put through what every sink is put through: copied and streamed beside writers, killed around its commits,
+overtaken while it stands still, damaged on purpose.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import (
+    Blocked,
+    ConfigError,
+    Fenced,
+    ForeignTable,
+    GateClosed,
+    StagingLost,
+    StreamFailed,
+    TargetConflict,
+)
+from airflow_cdc_provider.engine.sinks.base import MissingValues, Sink, Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.registry import sink_settings, sink_types
+from tests.audited import AUDITED, writing
+from tests.conftest import Databases
+from tests.pipelines import PipelineUnderTest, query_rows
+from tests.sparkless import DONE, FAILED, SparklessRun
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "sqlite_sink"
+KEYLESS = (
+    "CREATE TABLE public.plain (a int, b text)",
+    "ALTER TABLE public.plain REPLICA IDENTITY FULL",
+    "INSERT INTO public.plain VALUES (1, NULL), (1, NULL), (2, 'two')",
+)
+DAMAGE = "UPDATE \"public.t\" SET body = 'damaged' WHERE id = (SELECT min(id) FROM \"public.t\")"
+# Around what the sink commits: the plan, the epoch, a chunk, a unit.
+PLACES = (
+    "before-plan",
+    "after-plan",
+    "after-epoch",
+    "after-chunk-staged",
+    "before-chunk-commit",
+    "after-chunk-commit",
+    "before-batch-staged",
+    "after-batch-staged",
+    "in-batch-commit",
+    "after-batch-commit",
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the example is installed by pip, without a network."""
+    folder = tmp_path_factory.mktemp("sqlite_sink")
+    shutil.copytree(EXAMPLE, folder / "source")  # what building leaves is not left in ours
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", folder / "site", folder / "source"]
+    subprocess.run(command, check=True)
+    return folder / "site"
+
+
+@pytest.fixture
+def example(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example on the path of this process, of runs without Spark, which take it over, and of commands."""
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+
+
+class SqliteUnderTest(PipelineUnderTest):
+    """A pipeline into a database file."""
+
+    @property
+    def database(self) -> Path:
+        return self.directory / "warehouse.db"
+
+    def execute(self, statement: str) -> list[tuple[object, ...]]:
+        """Execute a statement in the target, and commit it."""
+        connection = sqlite3.connect(self.database)
+        try:
+            with connection:
+                return connection.execute(statement).fetchall()
+        finally:
+            connection.close()
+
+    def texts(self, table: str, columns: str) -> list[tuple[object, ...]]:
+        """The rows of a target table."""
+        return sorted(self.execute(f'SELECT {columns} FROM "{table}"'), key=str)
+
+    def source_texts(self, table: str, columns: str) -> list[tuple[object, ...]]:
+        """The rows of a source table, as Postgres writes them."""
+        texts = ", ".join(f"{name}::text" for name in columns.split(", "))
+        return sorted(query_rows(self.databases.source, f"SELECT {texts} FROM {table}"), key=str)
+
+    def assert_mirrored(self, table: str, columns: str) -> None:
+        """The target holds the source's rows, text by text."""
+        assert self.texts(table, columns) == self.source_texts(table, columns)
+
+    @property
+    def sink(self) -> Sink:
+        return self.pipeline.sink.open(self.name)
+
+
+@pytest.fixture
+def pipeline(example: None, databases: Databases, tmp_path: Path) -> Iterator[SqliteUnderTest]:
+    """A pipeline of ``public.t`` and a table without a key; in the end no run of it is left."""
+    made = SqliteUnderTest(
+        tmp_path,
+        databases,
+        ["public.t", "public.plain"],
+        snapshot={"chunk_rows": 800},
+        stream={"max_batch_bytes": "256KiB"},
+    )
+    made.document["sink"] = {"type": "sqlite", "path": str(made.database)}
+    made.change()
+    yield made
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+@pytest.fixture
+def small(pipeline: SqliteUnderTest) -> SqliteUnderTest:
+    """A small table, copied and streamed."""
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, body text, big text)", *KEYLESS)
+    pipeline.source("INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 20) n")
+    pipeline.provision()
+    pipeline.copy_tables()
+    pipeline.apply()
+    return pipeline
+
+
+# -- how it is found ---------------------------------------------------------------------------------
+
+
+def test_the_type_is_known_where_the_package_is_installed(pipeline: SqliteUnderTest) -> None:
+    assert "sqlite" in sink_types()
+    assert type(pipeline.pipeline.sink) is sink_settings("sqlite")
+    assert pipeline.pipeline.sink.place == str(pipeline.database)
+
+
+def test_a_type_that_nobody_brings_is_refused_with_those_there_are(pipeline: SqliteUnderTest) -> None:
+    pipeline.change(sink={"type": "sqlight"})
+    with pytest.raises(ConfigError, match=r"sink.type: 'sqlight'") as refused:
+        Pipeline.load(pipeline.file)
+    assert "postgres" in refused.value.solution
+    assert "sqlite" in refused.value.solution
+
+
+def test_a_package_that_cannot_be_imported_is_named(
+    pipeline: SqliteUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = tmp_path / "site" / "broken-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[airflow_cdc_provider.sinks]\nbroken = cdc_broken.settings:Broken\n")
+    monkeypatch.syspath_prepend(information.parent)
+    pipeline.change(sink={"type": "broken"})
+    with pytest.raises(ConfigError, match=r"'broken' is registered as cdc_broken.settings:Broken"):
+        Pipeline.load(pipeline.file)
+
+
+def test_a_mode_that_the_sink_lacks_is_refused(pipeline: SqliteUnderTest) -> None:
+    pipeline.change(sink={"mode": "changelog"})
+    with pytest.raises(ConfigError, match=r"sink.mode: 'changelog'"):
+        Pipeline.load(pipeline.file)
+
+
+def test_names_that_are_one_to_sqlite_are_refused(pipeline: SqliteUnderTest) -> None:
+    pipeline.source('CREATE TABLE public.t (id int PRIMARY KEY, body text, "Body" text)', *KEYLESS)
+    with pytest.raises(ConfigError, match="differ in case only"):
+        pipeline.provision()
+    assert not pipeline.database.exists()
+
+
+# -- the whole way -----------------------------------------------------------------------------------
+
+
+def test_copied_and_streamed_beside_writers(pipeline: SqliteUnderTest) -> None:
+    pipeline.source(AUDITED, *KEYLESS)
+    with writing(pipeline.databases.source) as writers:
+        first = SparklessRun(pipeline.file)
+        assert (first.wait(), first.message) == (DONE, "")
+        pipeline.source(
+            "DELETE FROM public.plain WHERE ctid = (SELECT min(ctid) FROM public.plain WHERE b IS NULL)",
+            "INSERT INTO public.plain VALUES (2, 'two'), (3, 'three')",
+            "UPDATE public.plain SET b = 'deux' WHERE a = 2",
+        )
+        second = SparklessRun(pipeline.file, reread=("public.t",))
+        assert (second.wait(), second.message) == (DONE, "")
+    assert sum(writer.transactions for writer in writers) > 20
+    pipeline.apply()
+    pipeline.assert_mirrored("public.t", "id, body, big")
+    pipeline.assert_mirrored("public.plain", "a, b")
+    pipeline.source("TRUNCATE public.plain", "INSERT INTO public.plain VALUES (4, 'four')")
+    pipeline.apply()
+    pipeline.assert_mirrored("public.plain", "a, b")
+    pipeline.run("verify")
+    pipeline.execute(DAMAGE)
+    result = pipeline.json("verify", code=4)
+    assert [(table["table"], table["equal"]) for table in result["tables"]] == [
+        ("public.plain", True),
+        ("public.t", False),
+    ]
+    pipeline.run("drop", "--yes")
+    assert pipeline.sink.record() is None
+    assert pipeline.texts("public.plain", "a, b") == [("4", "four")]
+
+
+def test_killed_again_and_again_around_its_commits(pipeline: SqliteUnderTest) -> None:
+    pipeline.source(AUDITED, *KEYLESS)
+    with writing(pipeline.databases.source):
+        for place in PLACES:
+            broken = SparklessRun(pipeline.file, f"{place}:kill")
+            assert (broken.wait(), broken.message) == (-9, ""), place
+        again = SparklessRun(pipeline.file)
+        assert (again.wait(), again.message) == (DONE, "")
+    pipeline.apply()
+    pipeline.assert_mirrored("public.t", "id, body, big")
+    pipeline.assert_verified()
+    assert pipeline.execute("SELECT name FROM sqlite_master WHERE name LIKE 'airflow_cdc_stage%'") == []
+
+
+@pytest.mark.parametrize("place", ["after-chunk-staged", "before-batch-commit"])
+def test_a_run_that_is_overtaken_there(pipeline: SqliteUnderTest, place: str) -> None:
+    pipeline.source(AUDITED, *KEYLESS)
+    with writing(pipeline.databases.source):
+        paused = SparklessRun(pipeline.file, f"{place}:pause")
+        try:
+            paused.await_pause()
+            overtaking = SparklessRun(pipeline.file, takeover=True)
+            assert (overtaking.wait(), overtaking.message) == (DONE, "")
+        finally:
+            paused.resume()
+        assert paused.wait() == FAILED
+        assert "Fenced" in paused.message
+    pipeline.apply()
+    pipeline.assert_mirrored("public.t", "id, body, big")
+    pipeline.assert_verified()
+
+
+def test_a_writer_that_stands_still_in_its_transaction_is_told_of(
+    pipeline: SqliteUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite cannot end it, so a takeover does not get by; nor does it harm."""
+    pipeline.source(AUDITED, *KEYLESS)
+    paused = SparklessRun(pipeline.file, "in-batch-commit:pause")
+    paused.await_pause()
+    monkeypatch.setattr("cdc_sqlite.store.WAIT_SECONDS", 0.2)
+    with pytest.raises(Blocked, match=r"another process has been writing to .*warehouse.db"):
+        pipeline.sink.take_epoch("another")
+    paused.process.kill()
+    paused.process.join()
+    psutil.wait_procs([], 0)
+    assert SparklessRun(pipeline.file).wait() == DONE
+    pipeline.assert_mirrored("public.t", "id, body, big")
+
+
+# -- changes of definition ---------------------------------------------------------------------------
+
+
+def test_columns_that_come_and_go_are_followed(small: SqliteUnderTest) -> None:
+    small.source(
+        "ALTER TABLE public.t ADD COLUMN more int DEFAULT 7",
+        "UPDATE public.t SET body = 'later' WHERE id = 3",
+    )
+    small.apply()
+    small.assert_mirrored("public.t", "id, body, more")
+    small.source("ALTER TABLE public.t DROP COLUMN body", "UPDATE public.t SET more = 8 WHERE id = 4")
+    small.apply()
+    small.assert_mirrored("public.t", "id, big, more")
+    assert [chunk.rows for chunk in small.record.chunks if chunk.chunk.table == "public.t"] == [20]
+    small.assert_verified()
+
+
+def test_a_column_with_another_name_or_type_has_its_table_read_again(small: SqliteUnderTest) -> None:
+    small.source(
+        "ALTER TABLE public.t RENAME COLUMN body TO text",
+        "ALTER TABLE public.t ALTER COLUMN id TYPE numeric(9, 1)",
+        "UPDATE public.t SET big = 'later' WHERE id = 3",
+    )
+    small.apply()
+    small.assert_mirrored("public.t", "id, text, big")
+    small.assert_verified()
+
+
+def test_a_condition_is_refused_before_anything_is_touched(small: SqliteUnderTest) -> None:
+    with pytest.raises(ConfigError, match="whose values are all text"):
+        commands.resnapshot(small.pipeline, tables=["public.t"], where="id > 9")
+    commands.resnapshot(small.pipeline, everything=True)
+    small.copy_tables()
+    small.assert_mirrored("public.t", "id, body, big")
+
+
+# -- the protocol, step by step ----------------------------------------------------------------------
+
+
+def piece(*tables: Staged, high: int = 1 << 62) -> StagedPiece:
+    return StagedPiece("", "", 0, 1, b"", tables, frozenset(), high)
+
+
+def test_what_is_committed_once_is_not_committed_again(small: SqliteUnderTest) -> None:
+    record, sink = small.record, small.sink
+    end = record.applied + 8
+    assert sink.commit(record.epoch, record.applied, end, [piece(Staged("public.t", None, 0, False, ()))])
+    truncate = piece(Staged("public.t", None, 0, True, ()))
+    assert not sink.commit(record.epoch, record.applied, end, [truncate])
+    assert len(small.texts("public.t", "id")) == 20
+    with pytest.raises(GateClosed, match="does not begin at the applied LSN"):
+        sink.commit(record.epoch, end + 8, end + 16, [truncate])
+    small.copy(0)
+    assert len(small.texts("public.t", "id")) == 20
+
+
+def test_another_epoch_is_fenced_at_every_step(small: SqliteUnderTest) -> None:
+    sink, record = small.sink, small.record
+    (target, _) = record.targets
+    epoch = sink.take_epoch("another") - 1
+    steps = [
+        lambda: sink.commit(epoch, record.applied, record.applied + 8, []),
+        lambda: sink.note_source(epoch, {}),
+        lambda: sink.redefine(epoch, target, target),
+        lambda: sink.forget(epoch, ["public.t"]),
+        lambda: sink.add(epoch, [], []),
+        lambda: sink.restart(epoch, [], {}, 0),
+        lambda: sink.deposit(epoch, "name", b"data"),
+        lambda: sink.fetch(epoch, "name", 4),
+        lambda: sink.fenced(epoch).__enter__(),
+    ]
+    for step in steps:
+        with pytest.raises(Fenced):
+            step()
+    sink.sweep(epoch)
+    sink.discard(epoch)
+
+
+def test_staged_rows_are_counted_before_they_are_applied(small: SqliteUnderTest) -> None:
+    record = small.record
+    lost = piece(Staged("public.t", f"airflow_cdc_stage {small.name} lost", 3, True, ("erased", "c0", "c1", "c2")))
+    with pytest.raises(StagingLost, match="3 rows were staged for public.t, 0 are there"):
+        small.sink.commit(record.epoch, record.applied, record.applied + 8, [lost])
+    with pytest.raises(StagingLost, match="read again after the unit had been staged"):
+        small.sink.commit(record.epoch, record.applied, record.applied + 8, [piece(high=0)])
+    assert len(small.texts("public.t", "id")) == 20
+
+
+def test_values_that_nobody_has_are_asked_for_before_anything_is_applied(small: SqliteUnderTest) -> None:
+    small.source(
+        "ALTER TABLE public.t ALTER COLUMN big SET STORAGE EXTERNAL",
+        "UPDATE public.t SET big = repeat('big', 5000) WHERE id IN (1, 2)",
+    )
+    small.apply()
+    small.execute("DELETE FROM \"public.t\" WHERE id = '1'")
+    raised: list[MissingValues] = []
+    commit = type(small.sink).commit
+
+    def watched(*arguments: object) -> bool:
+        try:
+            return commit(*arguments)  # type: ignore[arg-type]
+        except MissingValues as e:
+            raised.append(e)
+            assert small.texts("public.t", "body")[-1] == ("row 9",)
+            raise
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(small.sink), "commit", watched)
+        small.source("UPDATE public.t SET id = id + 100, body = 'z' WHERE id IN (1, 2)")
+        small.apply()
+    assert [e.keys for e in raised] == [{"public.t": frozenset({("101",)})}]
+    small.assert_mirrored("public.t", "id, body, big")
+
+
+def test_deposits_are_whole_or_lost(small: SqliteUnderTest) -> None:
+    sink, epoch = small.sink, small.record.epoch
+    data = bytes(range(256)) * 10_000
+    sink.deposit(epoch, "one", data)
+    assert sink.fetch(epoch, "one", len(data)) == data
+    sink.sweep(epoch)
+    sink.discard(epoch, ["one"])
+    with pytest.raises(StagingLost, match="0 are there"):
+        sink.fetch(epoch, "one", len(data))
+
+
+def test_tables_of_others_are_left_alone(small: SqliteUnderTest) -> None:
+    sink = small.sink
+    (target, _) = small.record.targets
+    small.execute('CREATE TABLE "other.t" (id TEXT)')
+    other = small.pipeline.sink.open("other")
+    with pytest.raises(ForeignTable, match="belongs to public.plain of pipeline"):
+        other.prepare([target], [], {}, 8)
+    with pytest.raises(ForeignTable, match="not an empty one as the pipeline would make it"):
+        other.prepare([Target(target.table, "other", "T")], [], {}, 8)
+    other.prepare([Target(target.table, "third", "t")], [], {}, 8, rehearsal=True)
+    assert other.record() is None
+    assert sink.missing([Target(target.table, "third", "t")]) != ()
+
+
+def test_what_somebody_else_has_done_to_a_target_is_told(small: SqliteUnderTest) -> None:
+    small.execute("DELETE FROM \"public.plain\" WHERE a = '2'")
+    small.source("DELETE FROM public.plain WHERE a = 2")
+    with pytest.raises(TargetConflict, match="lacks rows that public.plain has lost"):
+        small.apply()
+    commands.resnapshot(small.pipeline, tables=["public.plain"])
+    small.execute('CREATE UNIQUE INDEX "mine" ON "public.t" (body)')
+    small.source("UPDATE public.t SET body = 'same' WHERE id < 3")
+    with pytest.raises(TargetConflict, match="refuses a change of the source: UNIQUE"):
+        small.apply()
+    small.execute('DROP INDEX "mine"')
+    small.apply()
+    small.assert_verified()
+
+
+def test_a_file_that_is_no_database_is_an_error_of_the_engine(small: SqliteUnderTest) -> None:
+    small.execute('DROP TABLE "airflow_cdc_chunks"')
+    with pytest.raises(StreamFailed, match="no such table"):
+        small.sink.record()
