@@ -92,6 +92,7 @@ class SqliteRecord:
                     f"another run has provisioned pipeline {self.pipeline} meanwhile",
                     "Nothing to do if the other run is meant; otherwise stop it and start again.",
                 )
+            self._forget_all(connection)  # what a lost record has left is of another slot
             self._enter(connection, targets, chunks, ours)
             failpoint("before-plan")
         failpoint("after-plan")
@@ -109,14 +110,17 @@ class SqliteRecord:
         """See ``Sink.restart``."""
         with self._fenced_writing(epoch, rehearsal) as (connection, _):
             ours = [target.table.label for target in targets if self._owner(connection, target)]
-            for table in ("airflow_cdc_tables", "airflow_cdc_chunks"):
-                connection.execute(f"DELETE FROM {table} WHERE pipeline = ?", [self.pipeline])
+            self._forget_all(connection)
             chunks = [Chunk(target.table.label, 0, None, None) for target in targets]
             self._enter(connection, targets, chunks, ours)
             connection.execute(
                 "UPDATE airflow_cdc_pipelines SET applied = ?, advanced = ?, identity = ? WHERE pipeline = ?",
                 [start, time.time(), json.dumps(identity), self.pipeline],
             )
+
+    def _forget_all(self, connection: sqlite3.Connection) -> None:
+        for table in ("airflow_cdc_tables", "airflow_cdc_chunks"):
+            connection.execute(f"DELETE FROM {table} WHERE pipeline = ?", [self.pipeline])
 
     def _enter(
         self,
