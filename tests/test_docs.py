@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,8 @@ from airflow_cdc_provider.engine.config import (
     SparkSettings,
     StreamSettings,
 )
+from airflow_cdc_provider.engine.sinks.base import Sink
+from airflow_cdc_provider.engine.sinks.settings import SinkSettings
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -85,6 +88,27 @@ def test_the_quickstart_shows_the_example() -> None:
 def test_examples_of_dags_are_shown_as_they_are(path: Path) -> None:
     code = read(path).partition('"""\n\n')[2] or read(path)
     assert any(inspect.cleandoc(code) == text for _, text in blocks("python")), path.name
+
+
+def code_of(example: Path) -> str:
+    return "\n".join(read(path) for path in sorted(example.rglob("*")) if path.suffix in (".py", ".toml"))
+
+
+SNIPPETS = [text for document, text in blocks("python", "toml") if document.name == "custom.md"]
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=[text.splitlines()[0] for text in SNIPPETS])
+def test_snippets_of_the_example_of_a_sink_are_taken_from_it(snippet: str) -> None:
+    code = code_of(ROOT / "docs" / "examples" / "sqlite_sink")
+    assert any(textwrap.indent(snippet, " " * depth) in code for depth in range(0, 20, 4))
+
+
+def test_the_contract_of_a_sink_names_every_method() -> None:
+    text = read(ROOT / "docs" / "sinks" / "custom.md")
+    for protocol in (Sink, SinkSettings):
+        members = {name for name in vars(protocol) if not name.startswith("_")}
+        rows = re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE)
+        assert members <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_the_reference_names_every_key_and_its_default() -> None:

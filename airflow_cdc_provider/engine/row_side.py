@@ -28,8 +28,9 @@ from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 Rows: TypeAlias = Callable[[Target, Sequence[Key] | None], Iterator[pa.RecordBatch]]
-"""All rows of a target, or those at some keys: the captured columns as texts. Of a changelog all events: with them
-``_op``, ``_commit_lsn``, ``_seq``, ``_before`` and ``_unchanged``, as texts too."""
+"""All rows of a target, or those at some keys, which are of all columns where the table has no key; more than asked
+for does no harm. The captured columns under their names, of Arrow's type ``string``. Of a changelog all events: with
+them ``_op``, ``_commit_lsn``, ``_seq``, ``_before`` and ``_unchanged``, as texts too."""
 
 _PAGE = 1000  # keys read at once
 _LAST = (1 << 63) - 1  # rows without a sequence number sort after those that have one

@@ -187,6 +187,7 @@ class CommitRecord(Protocol):
 
         :returns: the new epoch: the greatest of the next number, the milliseconds since 1970 by the store's clock, so
             that no epoch comes twice when a record is restored or made anew, and ``at_least``.
+        :raises Blocked: when they do not end.
         """
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
@@ -194,6 +195,8 @@ class CommitRecord(Protocol):
 
     def fenced(self, epoch: int) -> AbstractContextManager[None]:
         """Keep others from taking the epoch while something is done beside the sink.
+
+        Nothing is asked of the sink within; other threads and tasks may commit meanwhile, or wait.
 
         :raises Fenced: when the epoch is another's.
         """
@@ -214,7 +217,12 @@ class CommitRecord(Protocol):
 
 
 class Sink(CommitRecord, Protocol):
-    """A store that takes units atomically. Small, immutable and picklable: it connects when it has to."""
+    """A store that takes units atomically. Small, immutable and picklable: it connects when it has to.
+
+    Methods are called on the driver, in any thread, unless they say otherwise; by several runs at once, of which one
+    alone has the epoch. Whatever the store's driver raises leaves as a :class:`.errors.CdcError`, whose class says
+    whether trying again helps. ``docs/sinks/custom.md`` walks through a small one.
+    """
 
     @property
     def mode(self) -> Literal["mirror", "changelog"]:
@@ -278,10 +286,13 @@ class Sink(CommitRecord, Protocol):
         """Write a chunk: rows, then the watermark that ``finish`` returns. Runs on an executor.
 
         A store with transactions commits it in the same step, others write the rows where :meth:`commit_chunk` finds
-        them. The rows of a chunk without bounds replace what the table holds.
+        them. The rows of a chunk without bounds replace what the table holds. No unit may be applied between the
+        first batch and the commit: the rows are of before it.
 
-        :param origin: the server that the rows come from.
-        :param batches: the captured columns as text.
+        :param origin: the server that the rows come from, which must be the one in the record's ``identity``.
+        :param batches: the captured columns as text, in the order of ``target.table.columns``; names mean nothing.
+            They are read at the source when they are asked for.
+        :param finish: to be called once, after the last batch and before the commit.
         :returns: what :meth:`commit_chunk` needs, picklable; ``None`` when the chunk had been committed before.
         :raises Fenced: when the epoch is another's.
         :raises StreamFailed: when another part of the run has gone on to another server, and noted it in the record.
@@ -306,8 +317,12 @@ class Sink(CommitRecord, Protocol):
     ) -> int:
         """Commit a re-read: the rows with ``keys`` (all rows when ``None``) become those of ``batches``.
 
-        A target table that is gone is created again when all rows are read.
+        A target table that is gone is created again when all rows are read. In the record, the rows of a whole table
+        take the place of all its chunks, as chunk 0; those with ``keys`` come beside them under an index that is free.
+        As for a chunk, no unit may be applied between the first batch and the commit.
 
+        :param batches: as for :meth:`write_chunk`. Rows under keys that are not members in the target's eyes are left
+            out: the source finds by values, the target perhaps by their texts.
         :param before: the target as it is recorded, which becomes ``target`` in the same step; ``None`` for a table
             that joins the pipeline.
         :returns: rows written.
@@ -318,6 +333,8 @@ class Sink(CommitRecord, Protocol):
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
         """Change a target table as its source has been changed, between two units; rows stay.
+
+        What has changed is told by :func:`.evolution.redefinition`; ``after`` is recorded in the same step.
 
         :raises RowsNeeded: when that would leave values in it that are not the source's; nothing was changed.
         :raises CannotFollow: when the target table does not let it be changed.
@@ -331,7 +348,10 @@ class Sink(CommitRecord, Protocol):
         """
 
     def check_condition(self, target: Target, where: str) -> None:
-        """Let the server judge a user's condition on a target's rows, without evaluating it for any; it raises."""
+        """Let the server judge a user's condition on a target's rows, without evaluating it for any.
+
+        :raises ConfigError: when it is none there; a :class:`psycopg2.Error` is made one.
+        """
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
         """The keys of the target's rows that match an SQL condition; none in a changelog."""
@@ -341,9 +361,11 @@ class Sink(CommitRecord, Protocol):
     ) -> Sequence[tuple[int, int]]:
         """Tell which keys are which members of re-reads, in the eyes of the target: it says which of its keys are one.
 
+        Runs on an executor.
+
         :param members: texts of keys.
         :param keys: per key column the texts of the keys in question.
-        :returns: pairs of the place of a key and that of a member. Runs on an executor.
+        :returns: pairs of the place of a key and that of a member.
         """
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
@@ -364,17 +386,26 @@ class Sink(CommitRecord, Protocol):
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
         """Write the effects of a piece where ``commit`` can apply them. Runs on an executor.
 
-        :param attempt: a name that no other attempt of any piece has.
+        :param attempt: a name that no other attempt of any piece has, of letters, digits and ``_``.
+        :param effects: in the order in which they are applied; of one table there may be several.
+        :returns: one for each, in order.
+        :raises Fenced: when the epoch is another's.
         """
 
     def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
-        """Apply the unit ``(start, end]`` atomically, its pieces in order.
+        """Apply the unit ``(start, end]`` atomically, its pieces in the order of their ``index``.
+
+        For each effect, in this order: the table is emptied if it says ``truncate``; values that are ``missing`` are
+        taken from the target's rows under the keys ``o0``, …; then all its keys are deleted, and the rows that are not
+        ``erased`` inserted: a row may take the key that another one leaves. In the record ``applied`` becomes ``end``;
+        re-reads of keys whose H it has reached are removed, chunks stay. What was staged is removed too.
 
         :returns: false when the record says that it had been applied before.
         :raises MissingValues: when rows must be read again first; nothing was applied.
         :raises Fenced: when the epoch is another's.
         :raises GateClosed: when the unit does not begin where the record ends.
-        :raises StagingLost: when staged rows are gone, or rows have been read again since.
+        :raises StagingLost: when staged rows are gone, or the record has a chunk or re-read with a higher H than a
+            piece's ``high``: its rows were read since.
         """
 
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
@@ -384,7 +415,7 @@ class Sink(CommitRecord, Protocol):
         """
 
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
-        """A table and its target, as a comparison reads them.
+        """A table and its target, as a comparison reads them; see :func:`.row_side.row_sides` for what makes them.
 
         :param source: autocommitting, to the primary.
         :raises UnknownTable: when the target or one of its columns does not exist.

@@ -24,7 +24,8 @@ Mode: TypeAlias = Literal["mirror", "changelog"]
 class SinkSettings(Protocol):
     """The ``sink`` section of a pipeline file: a frozen dataclass.
 
-    It can be hashed, and its ``repr`` leaves secrets out.
+    It can be hashed, and its ``repr`` leaves secrets out. What is left of it in a file that is not resolved, as where
+    Dags are parsed, may hold variables as they are written.
     """
 
     @property
@@ -41,7 +42,7 @@ class SinkSettings(Protocol):
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """Take the sink's keys, but for ``type``, which has been taken.
+        """Take the sink's keys, but for ``type``, which has been taken; those that are left are refused by the caller.
 
         :raises ConfigError: naming the key's path, the value and what would be right.
         """
@@ -68,7 +69,7 @@ class SinkSettings(Protocol):
     def check(
         self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
     ) -> None:
-        """Check store, privileges and targets, changing nothing.
+        """Check store, privileges and targets, changing nothing; one :meth:`.Checks.run` for each.
 
         :param source: ``None`` when it cannot be reached.
         :param tables: that will be captured; ``None`` when they are not known.
