@@ -59,7 +59,7 @@ def blocks(*languages: str) -> Iterator[tuple[Path, str]]:
     for document in DOCUMENTS:
         for _, language, text in _BLOCK.findall(read(document)):
             if language in languages:
-                yield document, inspect.cleandoc(text)
+                yield document, textwrap.dedent(text).strip("\n")
 
 
 def anchor(heading: str) -> str:

@@ -131,9 +131,9 @@ class FilesSink(LakeRecord):
         super().prepare(*args, **kwargs)
         self.publish()
 
-    def take_epoch(self, owner: str) -> int:
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.base.Sink.take_epoch`; manifests that an earlier run has left behind are brought up first."""
-        epoch = super().take_epoch(owner)
+        epoch = super().take_epoch(owner, at_least)
         self.publish()
         return epoch
 

@@ -149,9 +149,10 @@ def restarted(targets: Sequence[Target], identity: Mapping[str, Any], start: int
     return Change({"head": head, "source": identity}, emptied=["source", "tables", "chunks"]) + added(targets, whole)
 
 
-def taken(contents: Contents, owner: str, now: float) -> Change:
+def taken(contents: Contents, owner: str, now: float, at_least: int = 0) -> Change:
     """The epoch becomes another: by the clock, so that none comes twice, not even in a record that is made anew."""
-    return Change({"head": {"epoch": max(contents["head"]["epoch"] + 1, int(now * 1000)), "owner": owner}})
+    epoch = max(contents["head"]["epoch"] + 1, int(now * 1000), at_least)
+    return Change({"head": {"epoch": epoch, "owner": owner}})
 
 
 def added(targets: Iterable[Target], chunks: Iterable[Chunk]) -> Change:

@@ -292,13 +292,13 @@ class LakeRecord:
         """See :meth:`.base.Sink.note_source`."""
         self._append(epoch, "source noted", lambda contents: Commit(changes.noted(values)))
 
-    def take_epoch(self, owner: str) -> int:
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is carried out first."""
         failpoint("before-epoch")
         taken: list[int] = []
 
         def decide(contents: Contents) -> Commit:
-            change = changes.taken(contents, owner, time.time())
+            change = changes.taken(contents, owner, time.time(), at_least)
             taken.append(change.set["head"]["epoch"])
             return Commit(change)
 

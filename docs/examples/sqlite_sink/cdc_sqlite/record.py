@@ -216,7 +216,7 @@ class SqliteRecord:
 
     # -- the epoch ---------------------------------------------------------------------------------
 
-    def take_epoch(self, owner: str) -> int:
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See ``Sink.take_epoch``."""
         failpoint("before-epoch")
         with self._writing() as connection:
@@ -224,7 +224,7 @@ class SqliteRecord:
             found = connection.execute(
                 "UPDATE airflow_cdc_pipelines SET owner = ?, epoch = max(epoch + 1, ?) WHERE pipeline = ?"
                 " RETURNING epoch",
-                [owner, int(time.time() * 1000), self.pipeline],
+                [owner, max(int(time.time() * 1000), at_least), self.pipeline],
             ).fetchone()
         failpoint("after-epoch")
         return int(found[0])
