@@ -48,5 +48,9 @@ def _postgres(started: ExitStack, directory: Path) -> Warehouse:
     return Warehouse(f"Postgres {POSTGRES} on port {server.port}", dsn, section, {"shop_target": dsn})
 
 
-WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {"postgres": _postgres}
+def _files(started: ExitStack, directory: Path) -> Warehouse:
+    return Warehouse(f"Parquet files in {directory}", str(directory), f"  type: files\n  path: {directory}\n")
+
+
+WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {"postgres": _postgres, "files": _files}
 """By the sink's ``type``: what starts such a store in a directory of its own."""
