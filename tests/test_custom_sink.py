@@ -6,6 +6,7 @@ overtaken while it stands still, damaged on purpose.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import re
 import shutil
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from airflow_cdc_provider.engine import commands
@@ -22,6 +24,7 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import (
     Blocked,
     ConfigError,
+    ConnectionFailed,
     Fenced,
     ForeignTable,
     GateClosed,
@@ -29,11 +32,13 @@ from airflow_cdc_provider.engine.errors import (
     StreamFailed,
     TargetConflict,
 )
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Sink, Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.sinks.base import MissingValues, Sink, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.registry import sink_settings, sink_types
+from airflow_cdc_provider.engine.visibility import Snapshot
 from tests.audited import AUDITED, writing
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest, query_rows
+from tests.pipelines import PipelineUnderTest, chunk_task, query_rows
 from tests.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow
@@ -329,6 +334,34 @@ def test_what_is_committed_once_is_not_committed_again(small: SqliteUnderTest) -
     assert len(small.texts("public.t", "id")) == 20
 
 
+def test_a_chunk_is_committed_once_from_its_server_and_before_any_unit(small: SqliteUnderTest) -> None:
+    commands.start_over(small.pipeline)
+    record, sink = small.record, small.sink
+    task = chunk_task(small.pipeline, small.chunk(0).chunk)
+
+    def write(origin: Origin, applied: int) -> object:
+        def batches() -> Iterator[pa.RecordBatch]:
+            yield pa.RecordBatch.from_pydict({"id": ["1"], "body": ["one"], "big": [None]})
+            if applied:
+                sink.commit(record.epoch, record.applied, applied, [])
+
+        def finish() -> Watermark:
+            return Watermark(Snapshot(5, 5), 8)
+
+        return sink.write_chunk(record.epoch, task.target, task.chunk, origin, batches(), finish)
+
+    origin = task.read.origin
+    with pytest.raises(StreamFailed, match="but the pipeline has gone on to"):
+        write(dataclasses.replace(origin, timeline=77), 0)
+    with pytest.raises(StagingLost, match="the stream has gone on to"):
+        write(origin, record.applied + 8)
+    assert len(small.texts("public.t", "id")) == 20
+    assert write(origin, 0) == 1
+    assert write(origin, 0) is None
+    assert small.texts("public.t", "id, body, big") == [("1", "one", None)]
+    assert small.chunk(0).watermark == Watermark(Snapshot(5, 5), 8)
+
+
 def test_another_epoch_is_fenced_at_every_step(small: SqliteUnderTest) -> None:
     sink, record = small.sink, small.record
     (target, _) = record.targets
@@ -427,7 +460,11 @@ def test_what_somebody_else_has_done_to_a_target_is_told(small: SqliteUnderTest)
     small.assert_verified()
 
 
-def test_a_file_that_is_no_database_is_an_error_of_the_engine(small: SqliteUnderTest) -> None:
-    small.execute('DROP TABLE "airflow_cdc_chunks"')
-    with pytest.raises(StreamFailed, match="no such table"):
-        small.sink.record()
+def test_a_file_that_is_no_database_is_left_alone(pipeline: SqliteUnderTest) -> None:
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)", *KEYLESS)
+    pipeline.database.write_bytes(b"somebody's notes")
+    with pytest.raises(ConnectionFailed, match="is no SQLite database"):
+        pipeline.provision()
+    with pytest.raises(ConnectionFailed, match="cannot be opened or written"):
+        pipeline.sink.record()
+    assert pipeline.database.read_bytes() == b"somebody's notes"
