@@ -220,14 +220,14 @@ class SqliteRecord:
         """See ``Sink.take_epoch``."""
         failpoint("before-epoch")
         with self._writing() as connection:
+            query = "SELECT epoch FROM airflow_cdc_pipelines WHERE pipeline = ?"
+            ((last,),) = connection.execute(query, [self.pipeline])
             # By the clock, so that no epoch comes twice where the file is restored from a copy.
-            found = connection.execute(
-                "UPDATE airflow_cdc_pipelines SET owner = ?, epoch = max(epoch + 1, ?) WHERE pipeline = ?"
-                " RETURNING epoch",
-                [owner, max(int(time.time() * 1000), at_least), self.pipeline],
-            ).fetchone()
+            epoch = max(int(last) + 1, int(time.time() * 1000), at_least)
+            update = "UPDATE airflow_cdc_pipelines SET owner = ?, epoch = ? WHERE pipeline = ?"
+            connection.execute(update, [owner, epoch, self.pipeline])
         failpoint("after-epoch")
-        return int(found[0])
+        return epoch
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
