@@ -12,11 +12,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, GateClosed
+from airflow_cdc_provider.engine.errors import Failpoint, GateClosed
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction, compact
+from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction
 from airflow_cdc_provider.engine.sinks.files.datafile import DataFile
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.place import Place
@@ -214,11 +215,11 @@ def pipeline_file(sink_section: dict[str, Any], path: Path) -> Pipeline:
 def test_a_pipeline_is_compacted_by_its_file(tmp_path: Path) -> None:
     pipeline = pipeline_file({"type": "files", "path": str(tmp_path / "lake")}, tmp_path)
     with pytest.raises(GateClosed):
-        compact(pipeline)
+        commands.maintain(pipeline)
     made = pipeline.sink.open("shop")
     assert isinstance(made, FilesSink)
     made.prepare([TARGET], CHUNKS, SOURCE, 50)
     fill(made, made.take_epoch("me"))
-    assert compact(pipeline).as_dict() == {"files": 5, "made": 1, "rows": 5, "removed": 0}
-    with pytest.raises(ConfigError, match="postgres"):
-        compact(pipeline_file({"dsn": "postgresql://cdc@dw/dw"}, tmp_path))
+    done = {"files": 5, "made": 1, "rows": 5, "removed": 0}
+    assert commands.maintain(pipeline) == {"sinks": [{"sink": str(tmp_path / "lake"), "done": [done]}]}
+    assert commands.maintain(pipeline_file({"dsn": "postgresql://cdc@dw/dw"}, tmp_path)) == {"sinks": []}

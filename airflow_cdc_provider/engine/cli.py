@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode, 
 from airflow_cdc_provider.engine.groups import Range, parse_chunks
 from airflow_cdc_provider.engine.preflight import preflight
 from airflow_cdc_provider.engine.run import record_error
+from airflow_cdc_provider.engine.section import as_seconds
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.submission import check_wanted, end_ours
 from airflow_cdc_provider.engine.table import human_bytes, text_table
@@ -123,6 +124,13 @@ def _chunks(text: str) -> tuple[Range, ...]:
         raise argparse.ArgumentTypeError(f"{e.message}. {e.solution}") from e
 
 
+def _duration(text: str) -> float:
+    try:
+        return as_seconds(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid. Give {e}.") from e
+
+
 def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
     if not options.yes:
         if not sys.stdin.isatty():
@@ -142,6 +150,7 @@ _HANDLERS: dict[str, Handler] = {
     "stop": lambda p, o, r: commands.stop(p),
     "status": lambda p, o, r: commands.status(p),
     "verify": lambda p, o, r: commands.verify(p, report=r),
+    "maintain": lambda p, o, r: commands.maintain(p, o.retention),
     "drop": _drop,
     "resnapshot": lambda p, o, r: commands.resnapshot(
         p, tables=o.table or (), everything=o.all, where=o.where, takeover=o.takeover, report=r
@@ -182,6 +191,10 @@ def _parser() -> argparse.ArgumentParser:
     command("stop", "Ask the running job to end after its current unit.", writes=False)
     command("status", "Show where the pipeline is.", writes=False)
     command("verify", "Compare source and sink.", writes=False)
+    maintain = command("maintain", "Join the small files of sinks that have such, remove replaced ones.", writes=False)
+    maintain.add_argument(
+        "--retention", type=_duration, metavar="DURATION", help="how long replaced files stay, such as '8h'"
+    )
     drop = command("drop", "Remove slot, publication, state and sink record, never target tables.")
     drop.add_argument("--yes", action="store_true", help="do not ask")
     drop.add_argument("--source-gone", action="store_true", help="go on if the source cannot be reached")
@@ -276,11 +289,17 @@ def _run(result: dict[str, Any]) -> str:
     )
 
 
+def _maintain(result: dict[str, Any]) -> str:
+    lines = [f"{sink['sink']}: {_plain(done)}" for sink in result["sinks"] for done in sink["done"]]
+    return "\n".join(lines) or "No sink of the pipeline needs it."
+
+
 _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
     "run": _run,
     "status": _status,
     "verify": _verify,
     "provision": _provision,
+    "maintain": _maintain,
     "preflight": lambda result: f"All {len(result['findings'])} checks passed.",
     "stop": lambda result: f"Asked {', '.join(result['asked'])} to end." if result["asked"] else "Nothing is running.",
 }

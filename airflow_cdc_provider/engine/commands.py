@@ -36,6 +36,7 @@ from airflow_cdc_provider.engine.run import (
     sink_of,
 )
 from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.sinks.settings import Maintained
 from airflow_cdc_provider.engine.sinks.several import merged
 from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
 from airflow_cdc_provider.engine.verify import compare
@@ -375,6 +376,20 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
         "live": live,
         "lag_bytes": lag,
         "not_compared": sorted(not_compared),
+    }
+
+
+def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, Any]:
+    """Tidy the stores of those sinks that need it; the pipeline's jobs may go on meanwhile.
+
+    :param retention: seconds that replaced files stay, for readers; each store's own by default.
+    """
+    return {
+        "sinks": [
+            {"sink": sink.place, "done": list(sink.maintain(pipeline.name, retention))}
+            for sink in pipeline.sinks
+            if isinstance(sink, Maintained)
+        ]
     }
 
 

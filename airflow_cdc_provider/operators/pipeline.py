@@ -1,4 +1,4 @@
-"""Steps of a pipeline that need no Spark: preflight, provision, verify.
+"""Steps of a pipeline that need no Spark job: preflight, provision, verify, maintain.
 
 Each is a shell over one command of the engine. Errors of the engine fail the task
 with what to do about them, and are retried only where trying again can help.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cdc_provider.engine.table import human_bytes
-from airflow_cdc_provider.hooks.cdc import airflow_failures, load_pipeline
+from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
 
 if TYPE_CHECKING:
@@ -101,6 +101,39 @@ class CdcVerifyOperator(CdcOperator):
                 )
             lines.append(_remedy([table["table"] for table in different]))
             raise AirflowFailException("\n".join(lines))
+        return result
+
+
+class CdcMaintainOperator(CdcOperator):
+    """Joins the small files that units leave in sinks of files, and removes those that no reader needs any more.
+
+    The pipeline's jobs may go on meanwhile. Sinks that need no such care are left alone. What a sink does by Spark it
+    does in the worker's process, with the ``spark`` section of the pipeline file.
+
+    :param pipeline: path of the pipeline file. (templated)
+    :param retention: how long replaced files stay, in seconds or as text such as ``8h``; each store's own by default.
+        (templated)
+    """
+
+    template_fields: Sequence[str] = (*CdcOperator.template_fields, "retention")
+
+    def __init__(self, *, retention: float | str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.retention = retention
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Maintain the sinks; returns what was done in each."""
+        from airflow_cdc_provider.engine import commands
+        from airflow_cdc_provider.engine.section import as_seconds
+
+        try:
+            retention = None if self.retention is None else as_seconds(self.retention)
+        except ValueError as e:
+            raise failure(f"the argument retention is {self.retention!r}", f"Give {e}.", "fail") from e
+        with airflow_failures():
+            result = commands.maintain(load_pipeline(self.pipeline).pipeline, retention)
+        for sink in result["sinks"]:
+            self.log.info("%s: %s", sink["sink"], sink["done"])
         return result
 
 

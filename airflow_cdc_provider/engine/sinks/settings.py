@@ -8,7 +8,7 @@ it imports drivers and pyarrow late.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.catalog import Table
@@ -77,3 +77,17 @@ class SinkSettings(Protocol):
 
     def dataset(self, schema: str, name: str) -> tuple[str, str]:
         """Namespace and name of a target in OpenLineage's terms."""
+
+
+@runtime_checkable
+class Maintained(Protocol):
+    """Settings of a sink whose store has to be tidied now and then, since units leave many small files in it."""
+
+    def maintain(self, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
+        """Join small files, and remove what no reader needs any more; the pipeline's jobs may go on meanwhile.
+
+        :param pipeline: its name.
+        :param retention: seconds that files stay after others have taken their place; the store's own by default.
+        :returns: what was done, as JSON values.
+        :raises GateClosed: when the pipeline has no commit record.
+        """

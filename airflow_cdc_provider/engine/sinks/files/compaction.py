@@ -17,12 +17,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.errors import GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, partition, replaced
 from airflow_cdc_provider.engine.sinks.files.format import writer
-from airflow_cdc_provider.engine.sinks.files.settings import FilesSettings
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.lake.log import Head
@@ -59,25 +57,18 @@ class Compacted:
 
 
 def compact(
-    pipeline: Pipeline, target_bytes: int = TARGET_BYTES, retention: float = RETENTION_SECONDS, now: float | None = None
+    sink: FilesSink, target_bytes: int = TARGET_BYTES, retention: float = RETENTION_SECONDS, now: float | None = None
 ) -> Compacted:
     """Compact the files of all tables of a pipeline, and delete what is no longer named.
 
     :param target_bytes: size of the files that are made; those that have half of it stay as they are.
     :param retention: seconds that files stay after they were replaced. A unit must not take that long.
     :param now: seconds since 1970, by default by the clock.
-    :raises ConfigError: when the pipeline's sink is none of files.
     :raises GateClosed: when the pipeline has not been provisioned.
     """
-    if not isinstance(pipeline.sink, FilesSettings):
-        raise ConfigError(
-            f"sink.type: {pipeline.sink.type!r} has no files that could be compacted",
-            "Compact pipelines with `sink.type: files`.",
-        )
-    sink = pipeline.sink.open(pipeline.name)
     head = sink.head()
     if head is None:
-        raise GateClosed(f"the sink has no record of pipeline {pipeline.name!r}", "Run `airflow-cdc provision` first.")
+        raise GateClosed(f"the sink has no record of pipeline {sink.pipeline!r}", "Run `airflow-cdc provision` first.")
     return Compaction(sink, target_bytes, retention, time.time() if now is None else now).run(head)
 
 

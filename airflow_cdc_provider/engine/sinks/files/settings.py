@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from airflow_cdc_provider.engine.section import as_text
 from airflow_cdc_provider.engine.sinks.settings import Mode
@@ -73,6 +73,13 @@ class FilesSettings:
         from airflow_cdc_provider.engine.sinks.files.checks import check
 
         check(self, checks, pipeline, tables)
+
+    def maintain(self, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`.Maintained.maintain`: small files are compacted."""
+        from airflow_cdc_provider.engine.sinks.files.compaction import RETENTION_SECONDS, compact
+
+        seconds = RETENTION_SECONDS if retention is None else retention
+        return [compact(self.open(pipeline), retention=seconds).as_dict()]
 
     def dataset(self, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""
