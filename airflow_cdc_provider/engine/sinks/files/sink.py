@@ -280,10 +280,9 @@ class FilesSink(LakeRecord):
         if not effects:
             return ()
         contents = self._contents(epoch)
-        targets = changes.targets_of(contents)
         staged = []
         for effect in effects:
-            target, relation = targets[effect.label], None
+            target, relation = changes.target_of(contents, effect.label), None
             if effect.rows.num_rows:
                 folder = folder_of(target)
                 with self._writing(epoch, "units", folder, shape_of(contents, folder)) as out:

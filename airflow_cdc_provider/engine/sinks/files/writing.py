@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import IO
@@ -81,8 +81,9 @@ class DataWriter:
     def abort(self) -> None:
         """Remove all files."""
         for found in self._open.values():
-            with ExitStack() as stack:
-                stack.push(lambda *_: True)
+            with suppress(Exception):
+                found.writer.close()
+            with suppress(Aborted):
                 found.closing.__exit__(Aborted, Aborted(), None)
         for name in [*(file.path for file in self.files), *(found.name for found in self._open.values())]:
             self.root.remove(name)

@@ -113,8 +113,19 @@ def carried_out(step: Step) -> Change:
 
 def targets_of(contents: Contents) -> dict[str, Target]:
     """The recorded targets by label."""
-    tables = sorted(contents.get("tables", {}).items())
-    return {label: Target(Table.from_dict(t["definition"]), t["schema"], t["name"]) for label, t in tables}
+    return {label: target_of(contents, label) for label in sorted(contents.get("tables", {}))}
+
+
+def target_of(contents: Contents, label: str) -> Target:
+    """The recorded target of a table."""
+    found = contents["tables"][label]
+    return Target(Table.from_dict(found["definition"]), found["schema"], found["name"])
+
+
+def highest(contents: Contents, label: str | None = None) -> int:
+    """The highest H of the reads that have been committed, of one table or of all; 0 without any."""
+    chunks = contents.get("chunks", {}).values()
+    return max((parse_lsn(c["high"]) for c in chunks if "high" in c and label in (None, _label(c))), default=0)
 
 
 def record_of(contents: Contents) -> Record | None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.errors import ConnectionFailed, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.lake.place import Place
@@ -35,6 +35,7 @@ SPAN = 50
 
 _HINT, _FIRST = "_last", "_first-"
 _DIGITS = 20
+_READINGS = 100
 _ID_BYTES = 48
 
 
@@ -105,8 +106,9 @@ class Log:
         """The last entry; ``None`` when there is no log.
 
         :raises GateClosed: when entries are missing.
+        :raises ConnectionFailed: when the log moves on faster than it can be read.
         """
-        for attempt in itertools.count():
+        for attempt in range(_READINGS):
             start = _heads.get(self._place) if attempt == 0 else self._start()
             if start is None:
                 if attempt:
@@ -116,7 +118,10 @@ class Log:
             if self._stands(head):
                 _heads[self._place] = head
                 return None if head.dropped else head
-        raise AssertionError
+        raise ConnectionFailed(
+            f"the commit record in {self._place.url} moves on faster than it can be read",
+            "Start again, with fewer parts of the pipeline at once, or nearer to the store.",
+        )
 
     def begin(self, change: Change, what: str) -> Head | None:
         """Begin a log.
@@ -134,7 +139,7 @@ class Log:
         contents = change.apply({})
         entry = Entry(uuid.uuid4().hex, number, None, what, self._clock(), change, contents)
         failpoint("before-entry")
-        if not self._place.create(_name(number), entry.to_bytes()) and not self._is(number, entry.id):
+        if not self._place.create(_name(number), entry.to_bytes()):
             return None
         failpoint("after-entry")
         self._prune(number)  # what is left of another
@@ -150,7 +155,7 @@ class Log:
         carried = contents if whole else None
         entry = Entry(uuid.uuid4().hex, number, head.id, what, self._clock(), change, carried, dropped)
         failpoint("before-entry")
-        if not self._place.create(_name(number), entry.to_bytes()) and not self._is(number, entry.id):
+        if not self._place.create(_name(number), entry.to_bytes()):
             return None
         failpoint("after-entry")
         if not self._is(head.number, head.id):

@@ -90,20 +90,26 @@ class Place:
     def create(self, name: str, data: bytes) -> bool:
         """Make a file with its whole content, durably, unless there is one of that name.
 
+        :param data: such as nobody else writes to that name, so that a file that was made tells by whom.
         :returns: whether it was made.
         """
         with self._told("written", name):
             try:
                 if self.local:
                     _link(Path(self.path(name)), data)
-                elif "memory" in self._protocols:
-                    with _memory:
-                        self._fs.pipe_file(self.path(name), data, mode="create")
-                else:
+                    return True
+                with _memory if "memory" in self._protocols else contextlib.nullcontext():
                     self._fs.pipe_file(self.path(name), data, mode="create")
+                return True
             except FileExistsError:
-                return False
-        return True
+                if self.local:
+                    return False
+                return self.read(name) == data  # a request is sent again when its answer is lost
+            except Exception:
+                found = self.read(name)
+                if found is None:
+                    raise
+                return found == data
 
     def replace(self, name: str, data: bytes) -> None:
         """Make or replace a file, durably; a reader sees the old content or the new."""
@@ -127,7 +133,10 @@ class Place:
                 file = self._fs.open(path, "wb")
             try:
                 yield file
-            except OSError:
+            except BaseException as e:
+                _abandon(file)
+                if not isinstance(e, OSError):
+                    raise
                 with self._told("written", name):
                     raise
             with self._told("written", name):
@@ -154,7 +163,9 @@ class Place:
         """
         with self._told("read", name):
             try:
-                return bytes(self._fs.cat_file(self.path(name), 0 if limit is not None else None, limit))
+                # By name, as s3fs has another parameter before them.
+                bounds = {} if limit is None else {"start": 0, "end": limit}
+                return bytes(self._fs.cat_file(self.path(name), **bounds))
             except FileNotFoundError:
                 return None
 
@@ -231,6 +242,15 @@ class Place:
                 f"{self.url}/{name} cannot be {what}: {reason}",
                 "See that the store is there and has space, and that the driver and all executors reach it.",
             ) from e
+
+
+def _abandon(file: Any) -> None:
+    """Close a file that is not to be kept, without completing it where that can be helped."""
+    with contextlib.suppress(Exception):
+        file.discard()
+        file.closed = True
+    with contextlib.suppress(Exception):
+        file.close()
 
 
 def _temporary(path: Path, data: bytes) -> Path:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import Fenced, ForeignTable, GateClosed, SecondWriter, StagingLost, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sinks.base import Record, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.lake import changes
@@ -345,24 +345,23 @@ class LakeRecord:
         :raises GateClosed: when it does not begin where the record ends.
         :raises StagingLost: when rows were read again since it was staged: they hold changes that it would take back.
         """
-        record = changes.record_of(contents)
-        assert record is not None
-        if record.applied >= end:
+        applied = parse_lsn(contents["head"]["applied"])
+        if applied >= end:
             return False
-        if start != record.applied:
+        if start != applied:
             raise GateClosed(
                 f"the unit ({format_lsn(start)}, {format_lsn(end)}] of pipeline {self.pipeline} does not begin"
-                f" at the applied LSN {format_lsn(record.applied)}: transactions would be lost or repeated",
+                f" at the applied LSN {format_lsn(applied)}: transactions would be lost or repeated",
                 "Start the pipeline again; it goes on from the applied LSN. If the sink was restored from a"
                 " backup, run `airflow-cdc resnapshot --all`.",
             )
-        high = min((piece.high for piece in pieces), default=record.high)
-        for label, reads in record.finished.items():
-            if any(watermark.high > high for _, watermark in reads):
-                raise StagingLost(
-                    f"rows of {label} were read again after the unit had been staged",
-                    "Start again: the unit is staged anew, without what has been read.",
-                )
+        high = min((piece.high for piece in pieces), default=None)
+        if high is not None and changes.highest(contents) > high:
+            labels = [label for label in contents.get("tables", {}) if changes.highest(contents, label) > high]
+            raise StagingLost(
+                f"rows of {', '.join(labels)} were read again after the unit had been staged",
+                "Start again: the unit is staged anew, without what has been read.",
+            )
         return True
 
     def _refuse_anothers(self, target: Target) -> None:
