@@ -122,7 +122,9 @@ def test_re_reads_and_changes_of_schema_that_break_off_are_taken_up_again(pipeli
             kill(pipeline, place, reread=["public.t"])
         finish(pipeline)
         for n, place in enumerate(DDL):
-            pipeline.source(f"ALTER TABLE public.t ADD COLUMN more{n} int", f"UPDATE public.t SET more{n} = 7")
+            pipeline.source(
+                f"ALTER TABLE public.t ADD COLUMN more{n} int", f"UPDATE public.t SET more{n} = 7 WHERE id = 3"
+            )
             kill(pipeline, place)
             finish(pipeline)
     pipeline.apply()
