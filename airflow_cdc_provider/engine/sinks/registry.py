@@ -15,7 +15,12 @@ from airflow_cdc_provider.engine.sinks.settings import SinkSettings
 GROUP = "airflow_cdc_provider.sinks"
 
 # Not as entry points of our own: where Spark is sent only the engine, nothing is installed.
-_OURS = {"postgres": "PostgresSettings", "files": "FilesSettings"}
+_OURS = {
+    "postgres": "PostgresSettings",
+    "mysql": "MysqlSettings",
+    "delta": "DeltaSettings",
+    "files": "FilesSettings",
+}
 
 
 def sink_types() -> tuple[str, ...]:

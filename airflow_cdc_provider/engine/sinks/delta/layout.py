@@ -1,0 +1,121 @@
+"""Where the tables of a Delta sink are, and what they are made like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.errors import ConfigError, UncapturableTable
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.delta.staging import EVENT_COLUMNS
+from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.values import arrow_type
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+_SCHEMES = {"s3": "s3a", "gcs": "gs", "local": "file"}
+"""By what Hadoop calls what fsspec calls otherwise."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The settings of a Delta sink that concern its tables.
+
+    :param root: of path tables.
+    :param catalog: of Spark, in which tables are; ``None`` for path tables.
+    :param partition_by: by label, the columns that a table is partitioned by.
+    :param properties: of tables that are made.
+    """
+
+    root: Place
+    catalog: str | None = None
+    partition_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    properties: tuple[tuple[str, str], ...] = ()
+
+    def place(self, target: Target) -> Place:
+        """The folder of a path table."""
+        return self.root / target.schema / target.name
+
+    def sql_name(self, target: Target) -> str:
+        """How statements name a table."""
+        if self.catalog is None:
+            return f"delta.{quoted(location(self.place(target)))}"
+        return ".".join(map(quoted, (self.catalog, target.schema, target.name)))
+
+    def partitions(self, target: Target) -> tuple[str, ...]:
+        """The columns that a table is partitioned by."""
+        return dict(self.partition_by).get(target.table.label, ())
+
+
+def quoted(name: str) -> str:
+    """A name in a statement."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def location(place: Place) -> str:
+    """A place as Hadoop names it."""
+    if place.local:
+        return f"file://{place.path()}"
+    scheme, colon, rest = place.url.partition("://")
+    return f"{_SCHEMES.get(scheme, scheme)}{colon}{rest}".rstrip("/")
+
+
+def table_columns(target: Target, mode: Mode) -> dict[str, str]:
+    """Names and SQL types of a table's columns."""
+    columns = {column.name: sql_type(arrow_type(column)) for column in target.table.columns}
+    if mode == "changelog":
+        columns |= {f"_{name}": sql_type(kind) for name, kind in EVENT_COLUMNS.items()}
+    return columns
+
+
+def sql_type(kind: pa.DataType) -> str:
+    """The type of Spark's for one of :func:`.values.arrow_type`."""
+    if pa.types.is_decimal(kind):
+        return f"DECIMAL({kind.precision},{kind.scale})"
+    if pa.types.is_timestamp(kind):
+        return "TIMESTAMP_NTZ" if kind.tz is None else "TIMESTAMP"
+    names = {
+        pa.bool_(): "BOOLEAN",
+        pa.int16(): "SMALLINT",
+        pa.int32(): "INT",
+        pa.int64(): "BIGINT",
+        pa.float32(): "FLOAT",
+        pa.float64(): "DOUBLE",
+        pa.date32(): "DATE",
+        pa.large_binary(): "BINARY",
+    }
+    return names.get(kind, "STRING")
+
+
+def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
+    """Refuse a table that Delta cannot hold.
+
+    :raises UncapturableTable: when it has no key to merge by, or columns whose names differ in case only.
+    :raises ConfigError: when it is to be partitioned by columns that it does not have.
+    """
+    label = target.table.label
+    if mode == "mirror" and not target.table.key:
+        raise UncapturableTable(
+            f"{label} has no key by which rows could be merged into a Delta table",
+            "Give it a primary key or a replica identity index, leave it out, or use mode: changelog.",
+        )
+    seen: dict[str, str] = {}
+    for name in table_columns(target, mode):
+        other = seen.setdefault(name.lower(), name)
+        if other != name:
+            raise UncapturableTable(
+                f"{label} has columns {other} and {name}, which are one to Delta",
+                "Rename one, or leave it out by `columns` in source.tables.",
+            )
+    lacking = [name for name in layout.partitions(target) if name not in table_columns(target, mode)]
+    if lacking:
+        raise ConfigError(
+            f"sink.partition_by: {label} has no column {', '.join(lacking)}",
+            f"Name columns that are captured: {', '.join(table_columns(target, mode))}.",
+        )
+
+
+def names_of(columns: Sequence[str]) -> str:
+    """Quoted names, as lists in statements have them."""
+    return ", ".join(map(quoted, columns))

@@ -1,0 +1,129 @@
+"""The ``sink`` section of a pipeline file for Delta Lake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self, cast
+
+from airflow_cdc_provider.engine.section import as_mapping, as_text, one_of
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.catalog import Table
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.connection import Connection
+    from airflow_cdc_provider.engine.findings import Checks
+    from airflow_cdc_provider.engine.section import Section
+    from airflow_cdc_provider.engine.sinks.base import Sink
+
+PACKAGE = "io.delta:delta-spark_4.2_2.13:4.4.0"
+"""Delta for the Spark that the engine needs, as Maven Central has it."""
+
+_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
+_CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
+
+
+@dataclass(frozen=True)
+class DeltaSettings:
+    """See :class:`.SinkSettings`.
+
+    :param path: URL of the folder of the tables, and of the commit record.
+    :param catalog: of Spark, in which the tables are; ``None`` where they are folders below ``path``.
+    :param partition_by: by label of a source table, columns by which its target is partitioned.
+    :param properties: of tables that are made, beyond ours.
+    """
+
+    path: str
+    catalog: str | None = None
+    partition_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    deletion_vectors: bool = True
+    properties: tuple[tuple[str, str], ...] = ()
+    mode: Mode = "mirror"
+    schema: str = "{schema}"
+    type: Literal["delta"] = "delta"
+
+    @classmethod
+    def parse(cls, section: Section) -> Self:
+        """See :meth:`.SinkSettings.parse`."""
+        return cls(
+            path=section.take("path", as_text).rstrip("/"),
+            catalog=section.take("catalog", as_text, "") or None,
+            partition_by=section.take("partition_by", _as_columns, ()),
+            deletion_vectors=section.take("deletion_vectors", _as_bool, True),
+            properties=tuple(section.take("properties", as_mapping, {}).items()),
+            mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
+            schema=section.take("schema", as_text, "{schema}"),
+        )
+
+    @property
+    def place(self) -> str:
+        """See :attr:`.SinkSettings.place`."""
+        return self.path if self.catalog is None else f"catalog {self.catalog}, record in {self.path}"
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """See :attr:`.SinkSettings.secrets`: stores are reached with what their clients find in the environment."""
+        return ()
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """See :attr:`.SinkSettings.spark_conf`."""
+        conf = {
+            "spark.jars.packages": PACKAGE,
+            "spark.sql.extensions": _EXTENSION,
+            # A table's log is read by as many tasks: fifty by default, which is much for the log of most tables.
+            "spark.databricks.delta.snapshotPartitions": "4",
+        }
+        if self.catalog in (None, "spark_catalog"):
+            conf["spark.sql.catalog.spark_catalog"] = _CATALOG
+        return conf
+
+    @property
+    def table_properties(self) -> tuple[tuple[str, str], ...]:
+        """Of tables that are made."""
+        ours = {
+            "delta.enableDeletionVectors": str(self.deletion_vectors).lower(),
+            "delta.columnMapping.mode": "name",
+        }
+        return tuple({**ours, **dict(self.properties)}.items())
+
+    def open(self, pipeline: str, part: str = "") -> Sink:
+        """See :meth:`.SinkSettings.open`."""
+        from airflow_cdc_provider.engine.sinks.delta.layout import Layout
+        from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+        from airflow_cdc_provider.engine.sinks.lake.place import Place
+
+        root = Place(self.path)
+        layout = Layout(root, self.catalog, self.partition_by, self.table_properties)
+        return DeltaSink(root, pipeline, self.mode, layout, tuple(self.spark_conf.items()))
+
+    def check(
+        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
+    ) -> None:
+        """See :meth:`.SinkSettings.check`."""
+        from airflow_cdc_provider.engine.sinks.delta.checks import check
+
+        check(self, checks, pipeline, tables)
+
+    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+        """See :meth:`.SinkSettings.dataset`."""
+        if self.catalog is not None:
+            return self.catalog, f"{schema}.{name}"
+        return self.path, f"{schema}/{name}"
+
+
+def _as_bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _as_columns(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    wanted = "a mapping of source tables, as schema.table, to lists of columns"
+    if not isinstance(value, dict):
+        raise ValueError(wanted)
+    for columns in value.values():
+        if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns):
+            raise ValueError(wanted)
+    return tuple((str(label), tuple(columns)) for label, columns in value.items())

@@ -1,0 +1,67 @@
+"""The sessions of Spark that a Delta sink works with, on the driver, and what Delta says there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from airflow_cdc_provider.engine.errors import SparkUnusable
+
+SPARK_ERRORS = (PySparkException, Py4JJavaError)
+
+_ATTEMPTS = 20
+_CONFLICTS = ("DELTA_CONCURRENT_", "DELTA_METADATA_CHANGED", "DELTA_PROTOCOL_CHANGED", "ConcurrentModification")
+
+T = TypeVar("T")
+
+
+def session(conf: Mapping[str, str]) -> SparkSession:
+    """A session of its own, with views and settings that no other has: of the job's Spark, or of one that is started.
+
+    :param conf: for one that is started.
+    :raises SparkUnusable: when it does not start, or has no Delta.
+    """
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder
+    if SparkSession._instantiatedSession is None:
+        builder = builder.appName("airflow-cdc").config("spark.ui.showConsoleProgress", "false")
+        for name, value in conf.items():
+            builder = builder.config(name, value)
+    try:
+        spark = builder.getOrCreate()
+        found = spark.sparkContext.getConf().get("spark.sql.extensions", "")
+    except Exception as e:
+        raise SparkUnusable(
+            f"Spark does not start: {str(e).splitlines()[0]}",
+            "Check that Java 17 or newer is installed, and that Spark can fetch the package of Delta: see"
+            " `spark.jars.packages` in docs/sinks/delta.md.",
+        ) from e
+    if "DeltaSparkSessionExtension" not in (found or ""):
+        raise SparkUnusable(
+            "Spark runs without Delta",
+            f"Start it with {', '.join(f'{name}={value}' for name, value in conf.items())}.",
+        )
+    return spark.newSession()
+
+
+def insistently(step: Callable[[], T]) -> T:
+    """Take a step again as long as another commit to the same table, such as OPTIMIZE's, comes in between."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return step()
+        except SPARK_ERRORS as e:
+            if attempt == _ATTEMPTS - 1 or not any(name in str(e) for name in _CONFLICTS):
+                raise
+    raise AssertionError
+
+
+def first_line(error: Exception) -> str:
+    """What Spark says, without its stack."""
+    text = str(error.java_exception) if isinstance(error, Py4JJavaError) else str(error)
+    return " ".join(text.split("\n\tat ")[0].splitlines()[0].split())
