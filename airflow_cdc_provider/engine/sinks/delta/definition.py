@@ -1,4 +1,4 @@
-"""How a Delta table is changed as its source table was, and when only reading it again makes it right. Pure decisions."""
+"""How a Delta table is changed as its source table was, and when it has to be read again. Pure decisions."""
 
 from __future__ import annotations
 

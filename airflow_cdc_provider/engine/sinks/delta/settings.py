@@ -51,7 +51,7 @@ class DeltaSettings:
             catalog=section.take("catalog", as_text, "") or None,
             partition_by=section.take("partition_by", _as_columns, ()),
             deletion_vectors=section.take("deletion_vectors", _as_bool, True),
-            properties=tuple(section.take("properties", as_mapping, {}).items()),
+            properties=section.take("properties", _as_properties, ()),
             mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
             schema=section.take("schema", as_text, "{schema}"),
         )
@@ -111,6 +111,10 @@ class DeltaSettings:
         if self.catalog is not None:
             return self.catalog, f"{schema}.{name}"
         return self.path, f"{schema}/{name}"
+
+
+def _as_properties(value: object) -> tuple[tuple[str, str], ...]:
+    return tuple(as_mapping(value).items())
 
 
 def _as_bool(value: object) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_cdc_provider.engine.chunks import Chunk
@@ -110,8 +109,10 @@ class DeltaSink(LakeRecord):
                 parts: tuple[Part, ...] = (Part((written.file,)),)
             else:
                 parts = self._events(contents, target, removals, written.file)
-            kind = "replace" if whole and self.mode == "mirror" else "append"
-            return Commit(work=to_json([TableWork(label, kind, parts, create=create)]), then=then)
+            work = TableWork(label, "append", parts, create=create)
+            if whole and self.mode == "mirror":
+                work = TableWork(label, "replace", parts, create=True)
+            return Commit(work=to_json([work]), then=then)
 
         committed = self._append(epoch, f"chunk {chunk.title}", decide)
         self._home.remove(written.file)
@@ -181,8 +182,13 @@ class DeltaSink(LakeRecord):
             found = plan(before, after, self._present(before), self.mode, rows_stay=True)
             if not found.alterations:
                 return Commit(changes.redefined(after))
-            kind = "fill" if found.values else "alter"
-            work = TableWork(after.table.label, kind, alterations=found.alterations, values=found.values, target=after)
+            work = TableWork(
+                after.table.label,
+                "fill" if found.values else "alter",
+                alterations=found.alterations,
+                values=found.values,
+                target=after,
+            )
             return Commit(work=to_json([work]), then=changes.redefined(after))
 
         self._append(epoch, f"{after.table.label} redefined", decide)
@@ -204,7 +210,7 @@ class DeltaSink(LakeRecord):
             return self._table(target).read().where(where).select(*map(quoted, target.table.key))
         except SPARK_ERRORS as e:
             raise ConfigError(
-                f"--where {where!r} is not a condition that Spark can tell of the rows of {target.schema}.{target.name}:"
+                f"--where {where!r} is not a condition that Spark can tell of rows of {target.schema}.{target.name}:"
                 f" {first_line(e)}",
                 "Give an SQL condition that Postgres and Spark both understand, or leave --where out.",
             ) from e
@@ -466,6 +472,10 @@ class DeltaSink(LakeRecord):
         if self.layout.catalog is None:
             return tuple(target for target in begun if not has_log(self.layout, target))
         return tuple(target for target in begun if not self._table(target).exists())
+
+    def is_empty(self, target: Target) -> bool:
+        """Whether a target table that is there has no rows."""
+        return self._table(target).empty()
 
     # -- reading ------------------------------------------------------------------------------------
 

@@ -1,0 +1,55 @@
+"""What can be checked of a Delta sink without Spark, changing nothing but for a file that comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable
+from airflow_cdc_provider.engine.findings import Checks
+from airflow_cdc_provider.engine.preflight import target_name
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.delta.layout import require_possible
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
+from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+from airflow_cdc_provider.engine.sinks.delta.table import has_log
+
+
+def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
+    """See :meth:`.SinkSettings.check`."""
+    sink = settings.open(pipeline.name)
+    assert isinstance(sink, DeltaSink)
+
+    def writable() -> str:
+        sink.root.require_create()
+        return f"sink {settings.place} can be written, and creates files only if they are absent."
+
+    def known() -> str:
+        labels = {table.label for table in tables or ()}
+        for label, _ in settings.partition_by:
+            if label not in labels:
+                raise ConfigError(
+                    f"sink.partition_by: the pipeline has no table {label!r}",
+                    f"Name one of: {', '.join(sorted(labels))}.",
+                )
+        return "All tables that are to be partitioned are captured."
+
+    def possible() -> str:
+        record = sink.record()
+        ours = {(target.schema, target.name) for target in record.targets} if record is not None else set()
+        for table in tables or ():
+            target = Target(table, *target_name(pipeline, table))
+            require_possible(sink.layout, target, settings.mode)
+            taken = sink.layout.catalog is None and has_log(sink.layout, target)
+            if taken and (target.schema, target.name) not in ours and not sink.is_empty(target):
+                raise ForeignTable(
+                    f"the target table {target.schema}.{target.name} exists and has rows that pipeline"
+                    f" {pipeline.name!r} did not write",
+                    "Empty or drop the table, or give the pipeline another target schema (sink.schema).",
+                )
+        return "Every table can be a Delta table, and no target table has rows of others."
+
+    if checks.run("sink", writable) is not None and tables is not None:
+        checks.run("sink partitions", known)
+        checks.run("target tables", possible)
