@@ -71,6 +71,8 @@ def table_columns(target: Target, mode: Mode) -> dict[str, str]:
 
 def sql_type(kind: pa.DataType) -> str:
     """The type of Spark's for one of :func:`.values.arrow_type`."""
+    if pa.types.is_list(kind):
+        return f"ARRAY<{sql_type(kind.value_type)}>"
     if pa.types.is_decimal(kind):
         return f"DECIMAL({kind.precision},{kind.scale})"
     if pa.types.is_timestamp(kind):

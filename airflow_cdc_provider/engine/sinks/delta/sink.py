@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from airflow_cdc_provider.engine.arrays import array_texts
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.effects import MISSING, Effect
@@ -496,6 +497,7 @@ class DeltaSink(LakeRecord):
         if keys is not None and self.mode == "mirror":
             found = found.join(self._keys(table, keys), list(target.table.key), "left_semi").select(*map(quoted, names))
         # By way of files, so that any number of rows passes through.
+        table.spark.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
         place = self._home / "reading" / uuid.uuid4().hex
         try:
             found.toDF(*(f"c{i}" for i in range(len(names)))).write.parquet(location(place))
@@ -529,11 +531,21 @@ def _finished(contents: Contents, label: str) -> bool:
 
 def _texts(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
     """A batch of the table's values as Postgres writes them."""
-    arrays = [to_texts(column) for column in batch.columns]
-    if "_commit_lsn" in names:
-        place = names.index("_commit_lsn")
-        arrays[place] = pa.array([format_lsn(int(lsn)) for lsn in arrays[place].to_pylist()], TEXT)
+    columns = zip(names, batch.columns, strict=True)
+    arrays = [_column_texts(name, column).cast(pa.string()) for name, column in columns]
     return pa.RecordBatch.from_arrays(arrays, names=list(names))
+
+
+def _column_texts(name: str, column: pa.Array) -> pa.Array:
+    if name == "_commit_lsn" and pa.types.is_integer(column.type):
+        return pa.array([format_lsn(lsn) for lsn in column.to_pylist()], TEXT)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return pa.array([None if each is None else _array_text(each) for each in column.to_pylist()], TEXT)
+    return to_texts(column)
+
+
+def _array_text(elements: Sequence[str]) -> str:
+    return str(array_texts([pa.array([each]) for each in elements])[0].as_py())
 
 
 def _key_texts(found: pa.Table) -> frozenset[tuple[str, ...]]:

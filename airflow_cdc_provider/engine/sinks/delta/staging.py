@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from airflow_cdc_provider.engine.arrays import array_elements
 from airflow_cdc_provider.engine.catalog import Column, Table
 from airflow_cdc_provider.engine.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.sinks.lake.place import Place
@@ -30,7 +31,7 @@ EVENT_COLUMNS: dict[str, pa.DataType] = {
     "xid": pa.int64(),
     "commit_ts": pa.timestamp("us", "UTC"),
     "before": TEXT,
-    UNCHANGED: TEXT,
+    UNCHANGED: pa.list_(TEXT),
 }
 """The columns that a changelog has beside the source's, there with an underscore before the name, and their types."""
 
@@ -96,6 +97,11 @@ def typed_events(table: Table, rows: pa.Table) -> pa.Table:
     }
     for i, column in enumerate(table.columns):
         columns[f"c{i}"] = _typed(table, column, rows[f"c{i}"])
+    if UNCHANGED in rows.column_names:
+        texts = rows[UNCHANGED].to_pylist()
+        columns[UNCHANGED] = pa.array(
+            [None if text is None else array_elements(text) for text in texts], pa.list_(TEXT)
+        )
     if OLD_KIND in rows.column_names:
         columns["before"] = pa.array(_before(table, rows), TEXT)
     return _events(table, columns, rows.num_rows)

@@ -107,6 +107,8 @@ class DeltaTable:
             return
         if work.create:
             self.create()
+        if work.alterations or work.kind == "replace":
+            self._allow_types()
         for alteration in work.alterations:
             if is_open():
                 self._alter(alteration)
@@ -163,18 +165,9 @@ class DeltaTable:
     def _fill(self, values: Mapping[str, str]) -> None:
         """Give columns a value in all rows that were there; in a changelog not in those that have no values."""
         kinds = {column.name: arrow_type(column) for column in self.target.table.columns}
-        assignments = ", ".join(
-            f"{quoted(name)} = "
-            + (
-                f"unhex(substr(:v{n}, 3))"
-                if pa.types.is_large_binary(kinds[name])
-                else f"CAST(:v{n} AS {sql_type(kinds[name])})"
-            )
-            for n, name in enumerate(values)
-        )
+        assignments = ", ".join(f"{quoted(name)} = {_literal(text, kinds[name])}" for name, text in values.items())
         where = " WHERE _op NOT IN ('d', 't')" if self.mode == "changelog" else ""
-        texts = {f"v{n}": text for n, text in enumerate(values.values())}
-        self.spark.sql(f"UPDATE {self._name} SET {assignments}{where}", args=texts)
+        self.spark.sql(f"UPDATE {self._name} SET {assignments}{where}")
 
     def _alter(self, alteration: Alteration) -> None:
         present = {name.lower(): kind for name, kind in self.columns().items()}
@@ -192,6 +185,12 @@ class DeltaTable:
         elif present.get(name.lower()) != to:
             self._change("SET TBLPROPERTIES ('delta.enableTypeWidening' = 'true')")
             self._change(f"ALTER COLUMN {quoted(name)} TYPE {to}")
+
+    def _allow_types(self) -> None:
+        """Let a table have a type that it does not have yet, as Delta does by itself when a table is made."""
+        wanted, present = (set(columns.values()) for columns in (table_columns(self.target, self.mode), self.columns()))
+        if "TIMESTAMP_NTZ" in wanted - present:
+            self._change("SET TBLPROPERTIES ('delta.feature.timestampNtz' = 'supported')")
 
     def _change(self, what: str) -> None:
         self.spark.sql(f"ALTER TABLE {self._name} {what}")
@@ -233,7 +232,7 @@ class DeltaTable:
     def _staged(self, files: Sequence[str], schema: pa.Schema) -> DataFrame:
         """Files as they were written; columns that they do not have are null."""
         paths = [location(self.home / name) for name in files]
-        types = ", ".join(f"{field.name} {_staged_type(field.type)}" for field in schema)
+        types = ", ".join(f"{field.name} {sql_type(field.type)}" for field in schema)
         return self.spark.read.schema(types).parquet(*paths)
 
 
@@ -242,9 +241,12 @@ def has_log(layout: Layout, target: Target) -> bool:
     return bool((layout.place(target) / "_delta_log").names())
 
 
-def _staged_type(kind: pa.DataType) -> str:
-    return "ARRAY<INT>" if pa.types.is_list(kind) else sql_type(kind)
-
-
 def _text(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _literal(text: str, kind: pa.DataType) -> str:
+    """A value that Postgres writes so."""
+    if pa.types.is_large_binary(kind):
+        return f"unhex({_text(text[2:])})"
+    return f"CAST({_text(text)} AS {sql_type(kind)})"

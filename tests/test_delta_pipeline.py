@@ -1,0 +1,154 @@
+"""Pipelines into Delta tables, from real servers: snapshot, stream, DDL and re-reads, crashes in between, verified."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, Failpoint
+from airflow_cdc_provider.engine.failpoint import VARIABLE
+from tests.audited import AUDITED, BIG, writing
+from tests.conftest import Databases
+from tests.delta_spark import delta_session
+from tests.pipelines import PipelineUnderTest
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+TYPES = {
+    "bool": "t",
+    "int2": "-32768",
+    "int4": "7",
+    "int8": "9223372036854775807",
+    "float4": "0.1",
+    "float8": "-0",
+    "numeric(20,5)": "1.50000",
+    "numeric": "1e1000",
+    "text": "\\N ü",
+    "char(5)": "a",
+    "bytea": "\\x00ff",
+    "date": "0001-01-01",
+    "timestamp": "2021-03-04 05:06:07.8",
+    "timestamptz": "2021-10-31 02:30:00.000001+02",
+    "time": "24:00",
+    "interval": "1 mon -2 days 03:04:05.678901",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+    "jsonb": '{"a": [1, null]}',
+    "int4[]": "{1,NULL}",
+    "inet": "::1",
+    "int4range": "[1,3)",
+    "bit(3)": "101",
+}
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    with delta_session() as session:
+        yield session
+
+
+def pipeline_of(
+    directory: Path, databases: Databases, tables: list[str], mode: str = "mirror", **sink: Any
+) -> PipelineUnderTest:
+    pipeline = PipelineUnderTest(directory, databases, tables, snapshot={"chunk_rows": 800})
+    pipeline.change(sink=None)
+    pipeline.change(sink={"type": "delta", "path": str(directory / "lake"), "mode": mode, **sink})
+    return pipeline
+
+
+def rows(spark: SparkSession, pipeline: PipelineUnderTest, query: str) -> list[tuple[Any, ...]]:
+    """What a query finds, in which ``{name}`` stands for a target table."""
+
+    class Tables(dict[str, str]):
+        def __missing__(self, name: str) -> str:
+            return f"delta.`{pipeline.directory}/lake/public/{name}`"
+
+    return [tuple(row) for row in spark.sql(query.format_map(Tables())).collect()]
+
+
+def assert_verified(pipeline: PipelineUnderTest) -> None:
+    found = commands.verify(pipeline.pipeline)
+    assert found["equal"], found["tables"]
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_all_types_come_through_snapshot_and_stream(
+    spark: SparkSession, databases: Databases, tmp_path: Path, mode: str
+) -> None:
+    columns = ", ".join(f'"{kind}" {kind}' for kind in TYPES)
+    values = ", ".join(f"'{value}'" for value in TYPES.values())
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"], mode)
+
+    def insert(big: str, first: int, last: int) -> str:
+        return f"INSERT INTO public.t SELECT n, {big}, {values} FROM generate_series({first}, {last}) n"
+
+    pipeline.source(
+        f"CREATE TABLE public.t (id int PRIMARY KEY, big text, {columns})", insert(BIG.format("n"), 1, 3)
+    )
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source(
+        insert("NULL", 4, 5),
+        "INSERT INTO public.t (id) VALUES (6)",
+        "UPDATE public.t SET int4 = 8 WHERE id = 1",
+        "UPDATE public.t SET id = 12 WHERE id = 2",
+        "DELETE FROM public.t WHERE id = 3",
+        "UPDATE public.t SET id = 13 WHERE id = 12",
+    )
+    pipeline.apply()
+    assert_verified(pipeline)
+    if mode == "mirror":
+        assert rows(spark, pipeline, "SELECT id, length(big) FROM {t} ORDER BY id") == [
+            (1, 32 * 260),
+            *[(4, None), (5, None), (6, None), (13, 32 * 260)],
+        ]
+        pipeline.source("TRUNCATE public.t", "INSERT INTO public.t (id) VALUES (99)")
+        pipeline.apply()
+        assert_verified(pipeline)
+        assert rows(spark, pipeline, "SELECT id FROM {t}") == [(99,)]
+    else:
+        counts = "SELECT _op, count(*) FROM {t} GROUP BY 1 ORDER BY 1"
+        assert rows(spark, pipeline, counts) == [("d", 1), ("i", 3), ("r", 3), ("u", 3)]
+
+
+def test_ddl_is_followed_and_tables_are_read_again(spark: SparkSession, databases: Databases, tmp_path: Path) -> None:
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"])
+    pipeline.source(
+        "CREATE TABLE public.t (id int PRIMARY KEY, a text, b int, n numeric(5,2))",
+        "INSERT INTO public.t VALUES (1, 'x', 5, 1), (2, 'y', 6, 2)",
+    )
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source(
+        "ALTER TABLE public.t ADD COLUMN c int DEFAULT 7, ADD COLUMN d timestamp",
+        "UPDATE public.t SET b = 8 WHERE id = 1",
+    )
+    pipeline.apply()
+    assert_verified(pipeline)
+    pipeline.source("ALTER TABLE public.t RENAME COLUMN a TO a2", "UPDATE public.t SET b = 9 WHERE id = 1")
+    pipeline.apply()
+    pipeline.source("ALTER TABLE public.t DROP COLUMN d", "UPDATE public.t SET b = 10 WHERE id = 1")
+    pipeline.apply()
+    pipeline.source("ALTER TABLE public.t ALTER n TYPE numeric(8,2)", "UPDATE public.t SET n = 123456 WHERE id = 1")
+    pipeline.apply()
+    assert_verified(pipeline)
+    history = spark.sql(f"DESCRIBE HISTORY delta.`{tmp_path}/lake/public/t`").select("operation").collect()
+    operations = [operation for (operation,) in history]
+    assert operations.count("WRITE") == 1, operations
+    # What no type can follow is read again, in one commit with its columns.
+    pipeline.source("ALTER TABLE public.t ALTER b TYPE text USING 'b' || b", "INSERT INTO public.t VALUES (3, 'z')")
+    pipeline.apply()
+    assert_verified(pipeline)
+    assert rows(spark, pipeline, "SELECT id, a2, b, c FROM {t} ORDER BY 1") == [
+        *[(1, "x", "b10", 7), (2, "y", "b6", 7), (3, "z", None, 7)]
+    ]
+    pipeline.source("INSERT INTO public.t VALUES (4, 'w')")
+    rows(spark, pipeline, "DELETE FROM {t} WHERE id < 3")
+    commands.resnapshot(pipeline.pipeline, tables=["public.t"], where="id <= 2")
+    pipeline.apply()
+    assert_verified(pipeline)
