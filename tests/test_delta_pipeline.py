@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, Failpoint
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from tests.audited import AUDITED, BIG, writing
+from tests.audited import BIG
 from tests.conftest import Databases
 from tests.delta_spark import delta_session
 from tests.pipelines import PipelineUnderTest
@@ -87,9 +84,7 @@ def test_all_types_come_through_snapshot_and_stream(
     def insert(big: str, first: int, last: int) -> str:
         return f"INSERT INTO public.t SELECT n, {big}, {values} FROM generate_series({first}, {last}) n"
 
-    pipeline.source(
-        f"CREATE TABLE public.t (id int PRIMARY KEY, big text, {columns})", insert(BIG.format("n"), 1, 3)
-    )
+    pipeline.source(f"CREATE TABLE public.t (id int PRIMARY KEY, big text, {columns})", insert(BIG.format("n"), 1, 3))
     pipeline.provision()
     pipeline.copy()
     pipeline.source(

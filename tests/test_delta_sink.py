@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import deltalake
 import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
@@ -25,7 +29,8 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import MissingValues, RowsNeeded, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.delta.maintenance import Maintained, maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import FIRST_READ, DeltaSink
 from airflow_cdc_provider.engine.stage import END
@@ -37,7 +42,6 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 CHUNK = Chunk(LABEL, 0, None, None)
 NAMES = ["id", "note", "amount"]
-ROWS = Callable[..., list[tuple[object, ...]]]
 
 
 @pytest.fixture(scope="module")
@@ -406,6 +410,57 @@ def test_rows_are_read_as_postgres_writes_them(spark: SparkSession, root: Path) 
     with pytest.raises(ConfigError, match="nowhere"):
         sink.check_condition(TARGET, "nowhere > 0")
     assert staged_files(root) == 0
+
+
+def test_files_are_joined_while_units_come(spark: SparkSession, root: Path) -> None:
+    """OPTIMIZE and MERGE want the same files; whoever comes second begins again."""
+    sink, epoch = prepared(root)
+    copy(sink, epoch, CHUNK, *((str(n), "a", "0") for n in range(20)))
+    with ThreadPoolExecutor(1) as pool:
+        stop = threading.Event()
+
+        def optimize() -> list[Maintained]:
+            done = []
+            while not stop.is_set():
+                done += maintain(sink, [LABEL])
+            return done
+
+        maintained = pool.submit(optimize)
+        try:
+            for n in range(5):
+                unit = [stage(sink, epoch, [upsert(str(n), "b", str(n)), upsert("9", "b", str(n))], n)]
+                assert sink.commit(epoch, 100 + n, 101 + n, unit)
+        finally:
+            stop.set()
+        assert sum(each.removed for each in maintained.result()) > 1
+    assert rows(spark, root, "count(*), sum(amount), count_if(note = 'b')") == [(20, 14, 6)]
+    with pytest.raises(TargetConflict, match=r"(?i)retention"):
+        maintain(sink, retained_hours=0)
+
+
+def test_tables_that_other_readers_of_delta_can_read(spark: SparkSession, root: Path) -> None:
+    """Without what they do not know yet: columns with identities, and deletion vectors."""
+    plain = (("delta.columnMapping.mode", "none"),)
+    sink, epoch = prepared(root, deletion_vectors=False, properties=plain, partition_by=((LABEL, ("note",)),))
+    copy(sink, epoch, CHUNK, ("1", "a", "1.50"), ("2", "b", None))
+    sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("2", "a", "2"), upsert("3", "c", "3")])])
+    table = deltalake.DeltaTable(root / "copy" / "Ord ers")
+    found = table.to_pyarrow_table().sort_by("id").to_pylist()
+    assert [tuple(map(str, row.values())) for row in found] == [
+        ("1", "a", "1.50"),
+        ("2", "a", "2.00"),
+        ("3", "c", "3.00"),
+    ]
+    assert table.metadata().partition_columns == ["note"]
+    application = f"p/{sink.identity()['store']}"
+    assert table.transaction_version(application) == sink._log.head().number - 1  # type: ignore[union-attr]
+    with pytest.raises(RowsNeeded, match="drop amount"):
+        sink.redefine(epoch, TARGET, without(TARGET, "amount"))
+
+
+def without(target: Target, *names: str) -> Target:
+    columns = tuple(column for column in target.table.columns if column.name not in names)
+    return replace(target, table=replace(target.table, columns=columns))
 
 
 def test_dropping_leaves_the_target_tables(spark: SparkSession, root: Path) -> None:

@@ -474,6 +474,10 @@ class DeltaSink(LakeRecord):
             return tuple(target for target in begun if not has_log(self.layout, target))
         return tuple(target for target in begun if not self._table(target).exists())
 
+    def is_there(self, target: Target) -> bool:
+        """Whether a target table exists."""
+        return self._table(target).exists()
+
     def is_empty(self, target: Target) -> bool:
         """Whether a target table that is there has no rows."""
         return self._table(target).empty()
