@@ -70,8 +70,13 @@ chromium: | java
 	if $(is-debian-root); then $(call debian-install,chromium); exit 0; fi; \
 	echo "Tests of the page in a browser are skipped: there is no /usr/bin/chromium (on Debian: apt-get install chromium)." >&2
 
+# Jars that Spark does not bring, fetched once: what tests need of the packages that users name in spark.jars.packages.
+.PHONY: jars
+jars: $(INSTALLED) java
+	$(BIN)/python -m tests.delta_spark >/dev/null
+
 .PHONY: test
-test: $(INSTALLED) java postgres chromium ## run all tests (PROCESSES=n at a time, 2 by default)
+test: $(INSTALLED) java postgres chromium jars ## run all tests (PROCESSES=n at a time, 2 by default)
 	$(PYTEST)
 
 .PHONY: test-fast
