@@ -1,0 +1,388 @@
+"""Sessions in MySQL or MariaDB: how they are set, named, ended and waited for, and what their errors mean.
+
+Every session sets what its meaning depends on, whatever the server's defaults: strict SQL, UTC, READ COMMITTED (a
+statement sees what is committed, and locks no gaps) and ``utf8mb4`` with a binary collation without padding, by which
+keys compare as they do in Postgres.
+
+A server of this kind has no names for sessions. Ours enter their number into the table ``airflow_cdc.sessions`` of the
+MEMORY engine, which is as lasting as the numbers are: it is empty after a restart, when they begin again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from airflow_cdc_provider.engine.errors import (
+    Blocked,
+    CdcError,
+    ConfigError,
+    ConnectionFailed,
+    LimitExceeded,
+    MissingPrivilege,
+    StreamFailed,
+    TargetConflict,
+    ValueRefused,
+)
+
+if TYPE_CHECKING:
+    import pymysql
+
+LOCK_SECONDS = 60.0
+"""How long a transaction in the sink waits for a lock."""
+
+COMMIT_SECONDS = 30.0
+"""How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
+
+CONNECT_SECONDS = 10
+
+_MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION,NO_AUTO_VALUE_ON_ZERO"
+_POSTGRES_MODE = f"{_MODE},ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
+_DEFAULT_PORT = 3306
+_OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "unix_socket"})
+
+_LOCKED = {1205, 1213, 3572, 4031}
+_DENIED = {1044, 1142, 1143, 1227, 1370}
+_LOST = {0, 1053, 1040, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2013, 2014, 2055}
+_READ_ONLY = {1290, 1792, 1836, 3100}
+_CONFLICTS = {1062, 1169, 1451, 1452, 1216, 1217, 1442, 1644, 3819, 4025}
+_VALUES = {1048, 1264, 1265, 1292, 1300, 1364, 1366, 1406, 1411, 1690, 1911, 3140, 4078}
+_UNKNOWN_TABLE = {1049, 1051, 1146}
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is and who logs in.
+
+    :param options: of the DSN's query: ``ssl_ca``, ``ssl_cert``, ``ssl_key`` (paths), ``unix_socket``.
+    """
+
+    host: str
+    port: int
+    user: str
+    password: str = field(repr=False)
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, dsn: str) -> Address:
+        """Read ``mysql://user:password@host:port/``.
+
+        :raises ValueError: saying what would be right, without repeating what may be a password.
+        """
+        wanted = "a URI of the form mysql://user:password@host:port/, special characters escaped (%40 for @)"
+        try:
+            parts = urlsplit(dsn)
+            port = parts.port
+            options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+        except ValueError:
+            raise ValueError(wanted) from None
+        if parts.scheme not in ("mysql", "mariadb") or parts.netloc.count("@") > 1 or port == 0:
+            raise ValueError(wanted)
+        if not parts.username or not (parts.hostname or "unix_socket" in options):
+            raise ValueError(wanted)
+        if not options.keys() <= _OPTIONS:
+            raise ValueError(f"{wanted}, with parameters of {', '.join(sorted(_OPTIONS))}")
+        return cls(
+            unquote(parts.hostname or "localhost"),
+            port or _DEFAULT_PORT,
+            unquote(parts.username),
+            unquote(parts.password or ""),
+            options,
+        )
+
+    @property
+    def place(self) -> str:
+        """The server, without the user and the password."""
+        return f"{self.host}:{self.port}"
+
+    def connect(self) -> pymysql.Connection[Any]:
+        """Open a bare connection."""
+        pymysql = driver()
+        return pymysql.connect(
+            host=self.host,
+            port=self.port,
+            user=self.user,
+            password=self.password,
+            charset="utf8mb4",
+            autocommit=True,
+            local_infile=True,
+            connect_timeout=CONNECT_SECONDS,
+            **self.options,
+        )
+
+
+def driver() -> Any:
+    """The module ``pymysql``, which only this sink needs.
+
+    :raises ConfigError: when it is not installed.
+    """
+    try:
+        import pymysql
+    except ImportError as e:
+        raise ConfigError(
+            "the sink type mysql needs the package PyMySQL, which is not installed",
+            "Install it where the driver and the executors run: pip install 'airflow-cdc-provider[mysql]'.",
+        ) from e
+    return pymysql
+
+
+def quoted(*names: str) -> str:
+    """A name as SQL, of several parts with dots between."""
+    return ".".join("`" + name.replace("`", "``") + "`" for name in names)
+
+
+class Session:
+    """A connection that is set as described above; statements outside of transactions commit by themselves."""
+
+    def __init__(self, connection: pymysql.Connection[Any], place: str) -> None:
+        self._connection = connection
+        self.place = place
+        version = str(self.one("SELECT VERSION()")[0])
+        self.mariadb = "mariadb" in version.lower()
+        self.version = version
+        self.collation = "utf8mb4_nopad_bin" if self.mariadb else "utf8mb4_0900_bin"
+        self.run(f"SET NAMES utf8mb4 COLLATE {self.collation}")
+        self.run(f"SET SESSION sql_mode = '{_MODE}', time_zone = '+00:00', foreign_key_checks = 1, unique_checks = 1")
+        self.run("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        self.limit_waiting(LOCK_SECONDS)
+
+    def run(self, statement: str, parameters: Sequence[Any] | None = None) -> int:
+        """Execute a statement; the rows that it has changed."""
+        with self._connection.cursor() as cursor:
+            return cursor.execute(statement, parameters)
+
+    def rows(self, query: str, parameters: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
+        """Execute a query and return its rows."""
+        with self._connection.cursor() as cursor:
+            cursor.execute(query, parameters)
+            return list(cursor.fetchall())
+
+    def one(self, query: str, parameters: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        """The first row of a query's result."""
+        return self.rows(query, parameters)[0]
+
+    def stream(self, query: str, size: int) -> Iterator[list[tuple[Any, ...]]]:
+        """The rows of a query, ``size`` at a time, as the texts that the server sends; nothing else may be done."""
+        from pymysql.cursors import SSCursor
+
+        decoders, self._connection.decoders = self._connection.decoders, {}
+        try:
+            with self._connection.cursor(SSCursor) as cursor:
+                cursor.execute(query)
+                while found := cursor.fetchmany(size):
+                    yield list(found)
+        finally:
+            self._connection.decoders = decoders
+
+    def literal(self, value: object) -> str:
+        """A value as SQL."""
+        return str(self._connection.literal(value))
+
+    def begin(self) -> None:
+        """Begin a transaction."""
+        self.run("START TRANSACTION")
+
+    def begin_snapshot(self) -> None:
+        """Begin a transaction that only reads, all of it as of now."""
+        self.run("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        self.run("START TRANSACTION WITH CONSISTENT SNAPSHOT")
+
+    def commit(self) -> None:
+        """Commit the transaction, if there is one."""
+        self._connection.commit()
+
+    def rollback(self) -> None:
+        """Take the transaction back, if there is one."""
+        self._connection.rollback()
+
+    def limit_waiting(self, seconds: float) -> None:
+        """Wait for locks no longer than that."""
+        self.run(f"SET SESSION innodb_lock_wait_timeout = {_whole(seconds)}, lock_wait_timeout = {_whole(seconds)}")
+
+    def speak_postgres(self) -> None:
+        """Take names, strings and ``||`` as Postgres does, for a user's condition."""
+        self.run(f"SET SESSION sql_mode = '{_POSTGRES_MODE}'")
+
+    def exists(self, schema: str, name: str) -> bool:
+        """Whether there is a table of that name."""
+        query = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
+        return bool(self.rows(query, [schema, name]))
+
+    def acquire(self, name: str, seconds: float) -> None:
+        """Take a lock by name, which lasts until it is released, or the session has ended.
+
+        :raises Blocked: when another session keeps it.
+        """
+        (taken,) = self.one("SELECT GET_LOCK(%s, %s)", [name, seconds])
+        if not taken:
+            (holder,) = self.one("SELECT IS_USED_LOCK(%s)", [name])
+            raise Blocked(
+                f"session {holder} on {self.place} keeps the lock {name}: it changes the definition of a table",
+                "Wait until it has ended, or end it (KILL), then start again.",
+            )
+
+    def release(self, name: str) -> None:
+        """Release a lock by name."""
+        self.run("DO RELEASE_LOCK(%s)", [name])
+
+    def register(self, pipeline: str, part: str) -> None:
+        """Enter the session as one of a part of a pipeline, where there is a place for it by now."""
+        pymysql = driver()
+        with suppress(pymysql.err.ProgrammingError, pymysql.err.OperationalError):
+            self.run(
+                "REPLACE INTO airflow_cdc.sessions (id, server, pipeline, part)"
+                " VALUES (CONNECTION_ID(), CONCAT(@@hostname, ':', @@port), %s, %s)",
+                [pipeline, part],
+            )
+
+    def unregister(self) -> None:
+        """Take that back."""
+        self.run("DELETE FROM airflow_cdc.sessions WHERE id = CONNECTION_ID()")
+
+    def end_others(self, pipeline: str, part: str) -> None:
+        """End the sessions of a part, or with an empty name of all parts of a pipeline, and wait for their end.
+
+        :raises Blocked: when they do not end.
+        """
+        pymysql = driver()
+        if not self.exists("airflow_cdc", "sessions"):
+            return
+        theirs = (
+            "SELECT s.id FROM airflow_cdc.sessions s JOIN information_schema.processlist p ON p.id = s.id"
+            " WHERE s.server = CONCAT(@@hostname, ':', @@port) AND s.pipeline = %s AND s.id <> CONNECTION_ID()"
+            " AND (%s = '' OR s.part = %s)"
+        )
+        deadline = time.monotonic() + COMMIT_SECONDS
+        told: set[int] = set()
+        while left := {int(number) for (number,) in self.rows(theirs, [pipeline, part, part])}:
+            for number in left - told:
+                with suppress(pymysql.err.OperationalError, pymysql.err.InternalError):  # it has ended by itself
+                    self.run(f"KILL CONNECTION {number}")
+            told |= left
+            if time.monotonic() > deadline:
+                raise Blocked(
+                    f"sessions {', '.join(map(str, sorted(left)))} of this pipeline on {self.place} have not ended"
+                    f" within {COMMIT_SECONDS:g} seconds of being told to, and may still commit",
+                    "Look what they do (SHOW PROCESSLIST), then start again.",
+                )
+            time.sleep(0.02)
+        self.run(
+            "DELETE FROM airflow_cdc.sessions WHERE id <> CONNECTION_ID()"
+            " AND id NOT IN (SELECT id FROM information_schema.processlist)"
+        )
+
+    def close(self) -> None:
+        """Close the connection; an open transaction is taken back."""
+        pymysql = driver()
+        with suppress(pymysql.MySQLError, OSError):
+            self._connection.rollback()
+            self.unregister()
+        with suppress(pymysql.MySQLError, OSError):
+            self._connection.close()
+
+
+def _whole(seconds: float) -> int:
+    return max(1, math.ceil(seconds))
+
+
+@contextmanager
+def session(address: Address) -> Iterator[Session]:
+    """A session, whose errors are the engine's.
+
+    :raises ConnectionFailed: when the server cannot be reached or refuses the login.
+    """
+    pymysql = driver()
+    try:
+        connection = address.connect()
+    except (pymysql.MySQLError, OSError, RuntimeError) as e:
+        raise ConnectionFailed(
+            f"{address.place} cannot be reached, or refuses the login: {_said(e)}",
+            "Check host, port, user and password of `sink.dsn`, and that the server runs.",
+        ) from e
+    opened: Session | None = None
+    try:
+        opened = Session(connection, address.place)
+        yield opened
+    except pymysql.MySQLError as e:
+        raise failure(e, address.place, opened) from e
+    finally:
+        if opened is not None:
+            opened.close()
+        else:
+            connection.close()
+
+
+def _said(error: BaseException) -> str:
+    """The server's words."""
+    return " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
+
+
+def code_of(error: BaseException) -> int:
+    """The server's number for an error; 0 when the connection is closed."""
+    return error.args[0] if error.args and isinstance(error.args[0], int) else 0
+
+
+def is_unknown_table(error: BaseException) -> bool:
+    """Whether an error says that there is no such table, or database."""
+    return code_of(error) in _UNKNOWN_TABLE
+
+
+def failure(error: BaseException, place: str, held: Session | None = None) -> CdcError:
+    """An engine error for an error of the driver.
+
+    :param held: the session in which it happened, if it lives.
+    """
+    code, said = code_of(error), _said(error)
+    if code in _LOCKED:
+        return Blocked(
+            f"a lock on {place} was not to be had: {said}{_holders(held)}",
+            "End these transactions, or wait for them; then start again.",
+        )
+    if code in _READ_ONLY:
+        return ConnectionFailed(
+            f"the sink {place} takes no writes: {said}", "Point `sink.dsn` at the primary, or let it take writes."
+        )
+    if code in _DENIED:
+        return MissingPrivilege(f"the sink {place} refuses: {said}", "Grant the user what `docs/sinks/mysql.md` lists.")
+    if code in _CONFLICTS:
+        return TargetConflict(
+            f"a target table on {place} refuses a change of the source: {said}",
+            "Rows of different tables are applied one table after the other, and many transactions at once: drop the"
+            " constraint, the unique index or the trigger that refuses them, then start again.",
+        )
+    if code in _VALUES:
+        return ValueRefused(
+            f"a target table on {place} cannot hold a value: {said}",
+            "Nothing of the unit was applied. Give the column the type that `airflow-cdc` creates it with, then start"
+            " again.",
+        )
+    if code == 1153:
+        return LimitExceeded(f"a row is larger than {place} takes: {said}", LimitExceeded.remedy)
+    if code in _LOST:
+        return StreamFailed(f"the session on {place} has ended: {said}", "Start again: what has been committed stays.")
+    return StreamFailed(
+        f"{place}: {said} ({code})",
+        "If it persists, look at the server's log. Start again: what has been committed stays.",
+    )
+
+
+def _holders(held: Session | None) -> str:
+    """Who has transactions that may hold the lock; seeing others' needs a privilege."""
+    if held is None:
+        return ""
+    pymysql = driver()
+    try:
+        found = held.rows(
+            "SELECT p.id, p.user, p.host FROM information_schema.innodb_trx t"
+            " JOIN information_schema.processlist p ON p.id = t.trx_mysql_thread_id"
+            " WHERE p.id <> CONNECTION_ID() ORDER BY t.trx_started LIMIT 10"
+        )
+    except pymysql.MySQLError:
+        return ""
+    names = ", ".join(f"session {number} ({user}@{host})" for number, user, host in found)
+    return f"; transactions are open in: {names}" if names else ""

@@ -1,0 +1,572 @@
+"""The MySQL sink: mirror and changelog tables, committed with their record in one transaction.
+
+The commit record and the staging tables stand in the database ``airflow_cdc`` of the target server. Executors load the
+effects of a piece into staging tables of their own; the driver then applies all pieces of a unit, checks the epoch, and
+records the unit, in one transaction. Chunks are committed by the task that read them: rows, watermark and epoch check are
+one transaction too. Where a table has to be changed by DDL, which no transaction holds, :mod:`.pending` says how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.condition import find_trouble
+from airflow_cdc_provider.engine.effects import MISSING, Effect
+from airflow_cdc_provider.engine.errors import ConfigError, Fenced, GateClosed, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.mysql.pending import alter, announce, begin_again, settle
+from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted
+from airflow_cdc_provider.engine.sinks.mysql.tables import FIRST_READ, TableStatements
+
+_FRAGMENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class MysqlSink(MysqlRecord):
+    """A pipeline's place on a MySQL server; see :class:`.base.Sink` and, for its fields, the record."""
+
+    # -- chunks and re-reads -----------------------------------------------------------------------
+
+    def write_chunk(
+        self,
+        epoch: int,
+        target: Target,
+        chunk: Chunk,
+        origin: Origin,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> int | None:
+        """See :meth:`.base.Sink.write_chunk`."""
+        whole = chunk.lower is None and chunk.upper is None
+
+        def is_wanted(opened: Session) -> bool:
+            # The record's row is locked until the chunk is committed: who notes another origin waits for that.
+            (noted,) = opened.one("SELECT source FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
+            known = Origin.of(json.loads(noted))
+            if known != origin:
+                raise StreamFailed(
+                    f"chunk {chunk.title} is read from {origin}, but the pipeline has gone on to {known}",
+                    "Start again: the chunk is then read there.",
+                )
+            recorded = opened.rows(
+                "SELECT snapshot FROM airflow_cdc.chunks"
+                " WHERE pipeline = %s AND source_table = %s AND chunk = %s FOR UPDATE",
+                [self.pipeline, chunk.table, chunk.index],
+            )
+            return bool(recorded) and recorded[0][0] is None
+
+        def note(opened: Session, watermark: Watermark, count: int) -> None:
+            opened.run(
+                "UPDATE airflow_cdc.chunks SET snapshot = %s, high_lsn = %s, row_count = %s, epoch = %s,"
+                " finished_at = NOW(6) WHERE pipeline = %s AND source_table = %s AND chunk = %s",
+                [str(watermark.snapshot), watermark.high, count, epoch, self.pipeline, chunk.table, chunk.index],
+            )
+
+        with self._transaction(epoch, "share") as (opened, applied):
+            if not is_wanted(opened):
+                return None
+            aside = whole and self._make_room(opened, epoch, target, reread=False)
+            if aside:
+                failpoint("before-chunk-staged")
+                count, watermark = self._fill_aside(opened, epoch, target, aside, batches, finish)
+                with self._naming_lock(opened):
+                    self._begin(opened, epoch, "update")
+                    if not is_wanted(opened):
+                        return None
+                    failpoint("before-chunk-prepared")
+                    note(opened, watermark, count)
+                    announce(opened, self.pipeline, target, "exchange", aside)
+                    failpoint("before-chunk-commit")
+                    opened.commit()
+                    settle(opened, self.pipeline)
+            else:
+                if whole:  # the room may have been made in a transaction of its own
+                    opened.rollback()
+                    applied = self._begin(opened, epoch, "share")
+                    if not is_wanted(opened):
+                        return None
+                statements = TableStatements(opened, target, self.mode)
+                seq = self._remove_rows(statements, None, applied) if whole else FIRST_READ
+                failpoint("before-chunk-staged")
+                count = statements.copy(quoted(target.schema, target.name), batches, applied, seq)
+                failpoint("after-chunk-staged")
+                watermark = finish()
+                failpoint("before-chunk-prepared")
+                note(opened, watermark, count)
+                failpoint("before-chunk-commit")
+                opened.commit()
+        failpoint("after-chunk-commit")
+        return count
+
+    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: int | None) -> int | None:
+        """See :meth:`.base.Sink.commit_chunk`: the chunk has been committed where it was written."""
+        return written
+
+    def replace(
+        self,
+        epoch: int,
+        target: Target,
+        keys: frozenset[tuple[str, ...]] | None,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+        before: Target | None,
+    ) -> int:
+        """See :meth:`.base.Sink.replace`."""
+        if keys is None:
+            self._join(epoch, before or target)
+
+        def note(opened: Session, watermark: Watermark, count: int) -> None:
+            self._note_reread(opened, epoch, target, keys, watermark, count)
+
+        with self._session() as opened:
+            applied = self._begin(opened, epoch, "update")
+            aside = keys is None and self._make_room(opened, epoch, target, reread=True)
+            if aside:
+                count, watermark = self._fill_aside(opened, epoch, target, aside, batches, finish)
+                with self._naming_lock(opened):
+                    self._begin(opened, epoch, "update")
+                    note(opened, watermark, count)
+                    announce(opened, self.pipeline, target, "exchange", aside)
+                    failpoint("before-reread-commit")
+                    opened.commit()
+                    settle(opened, self.pipeline)
+            else:
+                if keys is None:
+                    opened.rollback()
+                    applied = self._begin(opened, epoch, "update")
+                statements = TableStatements(opened, target, self.mode)
+                seq = self._remove_rows(statements, keys, applied)
+                if keys is not None:
+                    batches = (self._only_members(statements, target, keys, batch) for batch in batches)
+                count = statements.copy(quoted(target.schema, target.name), batches, applied, seq)
+                note(opened, finish(), count)
+                failpoint("before-reread-commit")
+                opened.commit()
+        failpoint("after-reread-commit")
+        return count
+
+    def _note_reread(
+        self,
+        opened: Session,
+        epoch: int,
+        target: Target,
+        keys: frozenset[tuple[str, ...]] | None,
+        watermark: Watermark,
+        count: int,
+    ) -> None:
+        label, index = target.table.label, 0
+        if keys is None:
+            opened.run(
+                "UPDATE airflow_cdc.tables SET definition = %s WHERE pipeline = %s AND source_table = %s",
+                [json.dumps(target.table.to_dict()), self.pipeline, label],
+            )
+            opened.run(
+                "DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND source_table = %s", [self.pipeline, label]
+            )
+        else:
+            (index,) = opened.one(
+                "SELECT COALESCE(MAX(chunk), 0) + 1 FROM airflow_cdc.chunks WHERE pipeline = %s AND source_table = %s",
+                [self.pipeline, label],
+            )
+        opened.run(
+            "INSERT INTO airflow_cdc.chunks (pipeline, source_table, chunk, definition, keys_read, snapshot, high_lsn,"
+            " row_count, epoch, finished_at) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, NOW(6))",
+            [
+                self.pipeline,
+                label,
+                index,
+                json.dumps(Chunk(label, int(index), None, None).to_dict()),
+                None if keys is None else json.dumps(sorted(keys)),
+                str(watermark.snapshot),
+                watermark.high,
+                count,
+                epoch,
+            ],
+        )
+
+    def _join(self, epoch: int, target: Target) -> None:
+        """See to it that a target table is there and in the record, as one that has not been read."""
+        with self._alone(epoch) as opened:
+            lacks = self._lacks(opened, target)
+            if not lacks and target.table.label in self._targets(opened):
+                return
+            with self._created(opened, [target] if lacks else []):
+                self._begin(opened, epoch, "update")
+                if target.table.label not in self._targets(opened):
+                    self._enter(opened, target)
+                    begin_again(opened, self.pipeline, target.table.label)
+                opened.commit()
+
+    # -- other definitions -------------------------------------------------------------------------
+
+    def redefine(self, epoch: int, before: Target, after: Target) -> None:
+        """See :meth:`.base.Sink.redefine`."""
+        failpoint("before-redefinition")
+        with self._alone(epoch) as opened:
+            clauses = self._alteration(opened, self._shape(opened, before), after, rows_stay=True)
+            self._begin(opened, epoch, "update")
+            if clauses:
+                token = self._token()
+                announce(opened, self.pipeline, after, "alteration", token)
+                opened.commit()
+                alter(opened, self.pipeline, after, clauses, token)
+                self._drop_defaults(opened, before, after)
+            else:
+                self._record_shape(opened, after)
+                opened.commit()
+        failpoint("after-redefinition")
+
+    def _drop_defaults(self, opened: Session, before: Target, after: Target) -> None:
+        """Take back the defaults by which rows from before got the values of added columns; they would do no harm."""
+        known = {column.attnum for column in before.table.columns}
+        added = [c for c in after.table.columns if c.attnum not in known and c.missing is not None]
+        table = quoted(after.schema, after.name)
+        for column in added:
+            opened.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(column.name)} SET DEFAULT NULL")
+            if self.mode == "changelog":  # deletes and truncates carry no values
+                opened.run(f"UPDATE {table} SET {quoted(column.name)} = NULL WHERE _op IN ('d', 't')")
+
+    def _record_shape(self, opened: Session, target: Target) -> None:
+        definition = json.dumps(target.table.to_dict())
+        opened.run(
+            "UPDATE airflow_cdc.tables SET definition = %s, shape = %s WHERE pipeline = %s AND source_table = %s",
+            [definition, definition, self.pipeline, target.table.label],
+        )
+
+    def _make_room(self, opened: Session, epoch: int, target: Target, reread: bool) -> str:
+        """Before a table is read as a whole: see to it that there is one of its definition for the rows to go to.
+
+        A changelog is altered at once, and keeps its events; if the rows do not follow, they are still to be read. Of a
+        mirror a table without rows is made, to be filled aside.
+
+        :returns: the name of the latter; empty when the target table is as it has to be.
+        """
+        shape = self._shape(opened, target)
+        clauses = self._alteration(opened, shape, target, rows_stay=False)
+        if not clauses:
+            self._record_shape(opened, target) if self.mode == "changelog" and not reread else None
+            return ""
+        opened.rollback()
+        if self.mode == "changelog":
+            with self._naming_lock(opened):
+                self._begin(opened, epoch, "update")
+                token = self._token()
+                announce(opened, self.pipeline, target, "alteration", token, reread)
+                opened.commit()
+                alter(opened, self.pipeline, target, clauses, token)
+            return ""
+        self._refuse_exchange(opened, target)
+        aside = f"{self._aside_prefix}{self._token()}"
+        opened.run(f"CREATE TABLE {quoted('airflow_cdc', aside)} LIKE {quoted(target.schema, target.name)}")
+        opened.run(f"ALTER TABLE {quoted('airflow_cdc', aside)} {', '.join(clauses)}")
+        return aside
+
+    def _refuse_exchange(self, opened: Session, target: Target) -> None:
+        """Refuse to put another table in the place of one that has what would be lost with it."""
+        where = [target.schema, target.name]
+        triggers = opened.rows(
+            "SELECT trigger_name FROM information_schema.triggers"
+            " WHERE event_object_schema = %s AND event_object_table = %s",
+            where,
+        )
+        foreign = opened.rows(
+            "SELECT constraint_name FROM information_schema.key_column_usage WHERE referenced_table_name IS NOT NULL"
+            " AND (table_schema = %s AND table_name = %s OR referenced_table_schema = %s AND referenced_table_name = %s)",
+            where * 2,
+        )
+        names = ", ".join(sorted({str(name) for (name,) in (*triggers, *foreign)}))
+        if names:
+            from airflow_cdc_provider.engine.errors import CannotFollow
+
+            raise CannotFollow(
+                f"the target table {target.schema}.{target.name} has to be made anew, as {target.table.label} is defined"
+                f" otherwise now, but has triggers or foreign keys, which would be lost: {names}",
+                "Nothing from this change on has been applied. Drop them, then start again, and make them anew"
+                " afterwards.",
+            )
+
+    def _fill_aside(
+        self,
+        opened: Session,
+        epoch: int,
+        target: Target,
+        aside: str,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> tuple[int, Watermark]:
+        """Copy rows into a table that nobody reads yet, and commit them."""
+        applied = self._begin(opened, epoch, "share")
+        statements = TableStatements(opened, target, self.mode)
+        count = statements.copy(quoted("airflow_cdc", aside), batches, applied, FIRST_READ)
+        failpoint("after-chunk-staged")
+        watermark = finish()
+        opened.commit()
+        failpoint("after-aside")
+        return count, watermark
+
+    @staticmethod
+    def _token() -> str:
+        return uuid.uuid4().hex[:16]
+
+    def _remove_rows(self, statements: TableStatements, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
+        """Make room for rows that are read again; a changelog says so by a truncate or by deletes.
+
+        :returns: the rows' ``_seq`` in a changelog.
+        """
+        if self.mode == "mirror":
+            statements.delete(keys)
+        elif not statements.empty():
+            return statements.log_delete(keys, applied)
+        return FIRST_READ
+
+    def _only_members(
+        self, statements: TableStatements, target: Target, keys: frozenset[tuple[str, ...]], batch: pa.RecordBatch
+    ) -> pa.RecordBatch:
+        """Leave out rows that the source has found under another text of a key, if that is another key for the target.
+
+        The stream brings these rows.
+        """
+        names = [column.name for column in target.table.columns]
+        columns = [batch.column(names.index(name)) for name in target.table.key]
+        chosen = {place for place, _ in statements.members(sorted(keys), columns)}
+        return batch.filter(pa.array([row in chosen for row in range(batch.num_rows)], pa.bool_()))
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def check_condition(self, target: Target, where: str) -> None:
+        """See :meth:`.base.Sink.check_condition`; in a changelog rows are found by the source's keys alone.
+
+        The condition is read as SQL of the target, with the names and strings of Postgres.
+        """
+        if self.mode == "mirror":
+            self._require_condition(where)
+            pymysql = driver()
+            with self._session() as opened:
+                opened.speak_postgres()
+                try:
+                    TableStatements(opened, target, self.mode).check_condition(where)
+                except (pymysql.err.ProgrammingError, pymysql.err.OperationalError, pymysql.err.NotSupportedError) as e:
+                    raise ConfigError(
+                        f"{where!r} is no condition on {target.schema}.{target.name}: {e.args[-1]}",
+                        "Write a condition that both Postgres and MySQL understand.",
+                    ) from e
+
+    def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
+        """See :meth:`.base.Sink.matching_keys`."""
+        if self.mode == "changelog":
+            return frozenset()
+        self._require_condition(where)
+        with self._session() as opened:
+            opened.speak_postgres()
+            return TableStatements(opened, target, self.mode).matching_keys(where)
+
+    @staticmethod
+    def _require_condition(where: str) -> None:
+        trouble = find_trouble(where)
+        if trouble is not None:
+            raise ConfigError(
+                f"{where!r} is not one SQL condition: {trouble}", "Write one condition on the table's columns."
+            )
+
+    def members(
+        self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+    ) -> Sequence[tuple[int, int]]:
+        """See :meth:`.base.Sink.members`; the keys of a changelog are one if their texts are."""
+        if self.mode == "changelog":
+            places = {member: place for place, member in enumerate(members)}
+            texts = zip(*(column.to_pylist() for column in keys), strict=True)
+            return [(n, places[text]) for n, text in enumerate(texts) if text in places]
+        with self._session() as opened:
+            return TableStatements(opened, target, self.mode).members(members, keys)
+
+    def rows(self, target: Target, keys: Sequence[tuple[str, ...]] | None = None) -> Iterator[pa.RecordBatch]:
+        """See :meth:`.base.Sink.rows`; in one snapshot."""
+        with self._session() as opened:
+            opened.begin_snapshot()
+            yield from TableStatements(opened, target, self.mode).rows(keys)
+
+    # -- stream units ------------------------------------------------------------------------------
+
+    def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
+        """See :meth:`.base.Sink.deposit`: rows of a table, in fragments that a packet holds."""
+        with self._transaction(epoch, "share") as (opened, _):
+            view = memoryview(data)
+            for number, at in enumerate(range(0, len(view), _FRAGMENT_BYTES)):
+                opened.run(
+                    "INSERT INTO airflow_cdc.deposits (pipeline, name, number, fragment) VALUES (%s, %s, %s, %s)",
+                    [self.pipeline, name, number, bytes(view[at : at + _FRAGMENT_BYTES])],
+                )
+
+    def fetch(self, epoch: int, name: str, size: int) -> bytearray:
+        """See :meth:`.base.Sink.fetch`."""
+        data = bytearray()
+        with self._transaction(epoch, "share") as (opened, _):
+            query = "SELECT fragment FROM airflow_cdc.deposits WHERE pipeline = %s AND name = %s AND number = %s"
+            number = 0
+            while found := opened.rows(query, [self.pipeline, name, number]):
+                data += found[0][0]
+                number += 1
+        if len(data) != size:
+            raise StagingLost(
+                f"a piece of the log of {size} bytes was deposited in the sink, {len(data)} are there",
+                "Start again: the piece is read anew.",
+            )
+        return data
+
+    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
+        """See :meth:`.base.Sink.discard`."""
+        with contextlib.suppress(Fenced), self._transaction(epoch, "share") as (opened, _):
+            delete = "DELETE FROM airflow_cdc.deposits WHERE pipeline = %s"
+            if names is None:
+                opened.run(delete, [self.pipeline])
+            for name in names or ():
+                opened.run(f"{delete} AND name = %s", [self.pipeline, name])
+
+    def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
+        """See :meth:`.base.Sink.stage`.
+
+        The tables are created before the transaction in which they are filled. If the run has been overtaken in
+        between, they are left empty, and swept.
+        """
+        if not effects:
+            return ()
+        staged, filled = [], []
+        with self._transaction(epoch, "share") as (opened, _):
+            targets = self._targets(opened)
+            for number, effect in enumerate(effects):
+                relation, rows = None, effect.rows
+                if rows.num_rows:
+                    relation = f"{self._staging_prefix}{attempt}_{number}"
+                    statements = TableStatements(opened, targets[effect.label], self.mode)
+                    rows = statements.staged_rows(rows)
+                    statements.create_staging(relation, rows.column_names)
+                    filled.append((statements, relation, rows))
+                staged.append(Staged(effect.label, relation, rows.num_rows, effect.truncate, tuple(rows.column_names)))
+            opened.rollback()
+            self._begin(opened, epoch, "share")
+            for statements, relation, rows in filled:
+                statements.fill_staging(relation, rows)
+            failpoint("before-batch-staged")
+            opened.commit()
+        failpoint("after-batch-staged")
+        return tuple(staged)
+
+    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+        """See :meth:`.base.Sink.commit`."""
+        failpoint("before-batch-commit")
+        with self._transaction(epoch, "update") as (opened, applied):
+            skip = applied >= end
+            if not skip:
+                if start != applied:
+                    raise GateClosed(
+                        f"the unit ({format_lsn(start)}, {format_lsn(end)}] of pipeline {self.pipeline} does not begin"
+                        f" at the applied LSN {format_lsn(applied)}: transactions would be lost or repeated",
+                        "Start the pipeline again; it goes on from the applied LSN. If the sink was restored from a"
+                        " backup, run `airflow-cdc resnapshot --all`.",
+                    )
+                self._check_filters(opened, pieces)
+                self._apply(opened, pieces)
+                opened.run(
+                    "UPDATE airflow_cdc.pipelines SET applied_lsn = %s, updated_at = NOW(6) WHERE pipeline = %s",
+                    [end, self.pipeline],
+                )
+                # A re-read of keys is a filter and nothing else; passed, it is forgotten.
+                opened.run(
+                    "DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND keys_read IS NOT NULL AND high_lsn <= %s",
+                    [self.pipeline, end],
+                )
+            failpoint("in-batch-commit")
+            opened.commit()
+            failpoint("before-staging-dropped")
+            # Not before: to drop a table commits. What a crash leaves here is swept.
+            for piece in pieces:
+                for staged in piece.tables:
+                    if staged.relation is not None:
+                        opened.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', staged.relation)}")
+        failpoint("after-batch-commit")
+        return not skip
+
+    def _apply(self, opened: Session, pieces: Sequence[StagedPiece]) -> None:
+        targets = self._targets(opened)
+        missing: dict[str, set[tuple[str, ...]]] = {}
+        for piece in sorted(pieces, key=lambda p: p.index):
+            for staged in piece.tables:
+                statements = TableStatements(opened, targets[staged.label], self.mode)
+                if staged.relation is not None:
+                    self._check_staged(statements, staged)
+                if self.mode == "changelog":
+                    if staged.relation is not None:
+                        statements.apply_changelog(staged)
+                    continue
+                if staged.truncate:
+                    # TRUNCATE would commit what has been applied so far, without the rest.
+                    statements.delete(None)
+                if staged.relation is None:
+                    continue
+                if MISSING in staged.columns:
+                    missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))
+                statements.apply_mirror(staged)
+        if any(missing.values()):
+            raise MissingValues({label: frozenset(keys) for label, keys in missing.items() if keys})
+
+    def _check_filters(self, opened: Session, pieces: Sequence[StagedPiece]) -> None:
+        """Rows that were read since the unit was staged hold changes that it would take back."""
+        query = "SELECT source_table FROM airflow_cdc.chunks WHERE pipeline = %s AND high_lsn > %s ORDER BY 1 LIMIT 1"
+        for high in {piece.high for piece in pieces}:
+            for (label,) in opened.rows(query, [self.pipeline, high]):
+                raise StagingLost(
+                    f"rows of {label} were read again after the unit had been staged",
+                    "Start again: the unit is staged anew, without what has been read.",
+                )
+
+    @staticmethod
+    def _check_staged(statements: TableStatements, staged: Staged) -> None:
+        """Count before anything is applied."""
+        assert staged.relation is not None
+        count = statements.count(staged.relation)
+        if count != staged.rows:
+            raise StagingLost(
+                f"{staged.rows} rows were staged for {staged.label}, {count} are there",
+                "Start again: the unit is staged anew.",
+            )
+
+    def sweep(self, epoch: int) -> None:
+        """See :meth:`.base.Sink.sweep`."""
+        with contextlib.suppress(Fenced), self._alone(epoch) as opened:
+            self._drop_tables(opened)
+
+    def _drop_tables(self, opened: Session) -> None:
+        query = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'airflow_cdc'"
+        for (name,) in opened.rows(query):
+            if str(name).startswith((self._staging_prefix, self._aside_prefix)):
+                opened.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', str(name))}")
+
+    def drop(self) -> None:
+        """See :meth:`.base.Sink.drop`."""
+        with self._alone() as opened:
+            if not opened.exists("airflow_cdc", "pipelines"):
+                return
+            opened.begin()
+            for table in ("chunks", "tables", "pending", "deposits", "pipelines"):
+                opened.run(f"DELETE FROM airflow_cdc.{table} WHERE pipeline = %s", [self.pipeline])
+            opened.commit()
+            self._drop_tables(opened)
+
+    @property
+    def _staging_prefix(self) -> str:
+        return f"stage_{self._mark}_"
+
+    @property
+    def _aside_prefix(self) -> str:
+        return f"aside_{self._mark}_"

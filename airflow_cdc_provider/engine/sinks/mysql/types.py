@@ -1,0 +1,319 @@
+"""How values of Postgres are kept in MySQL, and come back as the text that Postgres writes.
+
+Each Postgres type has a :class:`Kind`: a column type, how texts are turned into what is loaded, which texts it takes,
+and how they are made again from what the server returns. Nothing is rounded, cut or padded: what a kind cannot hold is
+refused by name. What MySQL has no type for is text, which is always right.
+
+* ``numeric`` beyond 65 digits or a scale of 30, and without a precision, is text; ``NaN`` in others is refused.
+* ``real`` is kept as DOUBLE, since FLOAT is printed with six digits. ``NaN`` and infinities are refused.
+* ``timestamptz`` is DATETIME(6) in UTC; TIMESTAMP would end in 2038. Infinite dates, those before Christ or after the
+  year 9999 are refused. Postgres has no zero dates.
+* Arrays are JSON; one with bounds of its own is a JSON string of its literal. ``json`` and ``jsonb`` are LONGTEXT with
+  the text that Postgres wrote, since JSON columns write it anew.
+* Text is LONGTEXT, in a key VARCHAR: an index takes 3072 bytes, which the texts of a key share. Longer keys are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from airflow_cdc_provider.engine.catalog import Column, Table
+from airflow_cdc_provider.engine.errors import UncapturableTable
+
+INDEX_BYTES = 3072
+"""What an index of InnoDB takes of a row."""
+
+_TEXT_BYTES = 4
+_DIGITS, _SCALE = 65, 30
+
+Convert = Callable[[pa.Array], pa.Array]
+
+
+def _same(texts: pa.Array) -> pa.Array:
+    return texts
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How values of a type are kept.
+
+    :param sql: the column's type, without its collation.
+    :param encode: turns Postgres's texts into what is loaded.
+    :param decode: turns what :attr:`read` gives into Postgres's texts.
+    :param takes: a regular expression that the texts must match; ``None`` takes all.
+    :param longest: characters (of ``bytea`` bytes) that a value may have; 0 for any number.
+    :param plain: what is loaded has neither quotes nor any other special characters.
+    :param hexadecimal: what is loaded are the digits of bytes.
+    :param read: SQL that makes a text of a column.
+    :param canonical: two keys are one if these of their texts are equal.
+    """
+
+    sql: str
+    encode: Convert = _same
+    decode: Convert = _same
+    takes: str | None = None
+    longest: int = 0
+    plain: bool = True
+    hexadecimal: bool = False
+    read: str = "{}"
+    canonical: Callable[[str], Any] = str
+
+    @property
+    def text(self) -> bool:
+        """Whether the column has characters, and so a collation."""
+        return self.sql.startswith(("LONGTEXT", "VARCHAR", "CHAR"))
+
+    def definition(self, collation: str) -> str:
+        """The column's type as SQL."""
+        return f"{self.sql} CHARACTER SET utf8mb4 COLLATE {collation}" if self.text else self.sql
+
+
+def _each(function: Callable[[str], str]) -> Convert:
+    """Convert every distinct value once."""
+
+    def convert(texts: pa.Array) -> pa.Array:
+        encoded = texts.dictionary_encode()
+        values = pa.array([function(text) for text in encoded.dictionary.to_pylist()], pa.large_string())
+        return values.take(encoded.indices)
+
+    return convert
+
+
+def _bits(texts: pa.Array) -> pa.Array:
+    return pc.if_else(pc.equal(texts, "t"), "1", "0").cast(pa.large_string())
+
+
+def _truth(texts: pa.Array) -> pa.Array:
+    return pc.if_else(pc.equal(texts, "1"), "t", "f").cast(pa.large_string())
+
+
+def _digits_of(texts: pa.Array) -> pa.Array:
+    return pc.utf8_slice_codeunits(texts, 2)
+
+
+def _bytea_of(texts: pa.Array) -> pa.Array:
+    return pc.binary_join_element_wise(pa.scalar("\\x", pa.large_string()), texts, pa.scalar("", pa.large_string()))
+
+
+def _shorten(texts: pa.Array) -> pa.Array:
+    """Without the zeros at the end of a fraction, which is always there."""
+    return pc.replace_substring_regex(texts, r"\.?0+$", "")
+
+
+def _utc(texts: pa.Array) -> pa.Array:
+    return pc.utf8_slice_codeunits(texts, 0, -3)
+
+
+def _with_utc(texts: pa.Array) -> pa.Array:
+    return pc.binary_join_element_wise(
+        _shorten(texts), pa.scalar("+00", pa.large_string()), pa.scalar("", pa.large_string())
+    )
+
+
+def float_text(text: str, digits: int) -> str:
+    """A number as Postgres writes it.
+
+    :param text: the shortest digits that make it, in any form.
+    :param digits: integral digits from which on it has an exponent: 15 for ``float8``, 6 for ``float4``.
+    """
+    sign, figures, power = Decimal(text).as_tuple()
+    assert isinstance(power, int)
+    shown = "".join(map(str, figures)).rstrip("0")
+    power += len(figures) - len(shown)
+    minus = "-" if sign else ""
+    if not shown:
+        return f"{minus}0"
+    exponent = power + len(shown) - 1
+    if not -4 <= exponent < digits:
+        fraction = f".{shown[1:]}" if len(shown) > 1 else ""
+        return f"{minus}{shown[0]}{fraction}e{'-' if exponent < 0 else '+'}{abs(exponent):02d}"
+    if power >= 0:
+        return minus + shown + "0" * power
+    if exponent >= 0:
+        return f"{minus}{shown[: exponent + 1]}.{shown[exponent + 1 :]}"
+    return f"{minus}0.{'0' * (-exponent - 1)}{shown}"
+
+
+_NEEDS_QUOTES = re.compile(r'^$|[{}"\\\s]|^null$', re.IGNORECASE)
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class ArrayText:
+    """Arrays of one element type: Postgres's literals to JSON and back.
+
+    :param element: ``number``, ``boolean`` or ``text``.
+    :param delimiter: between elements; ``box`` has a semicolon.
+    """
+
+    element: str
+    delimiter: str = ","
+
+    def to_json(self, literal: str) -> str:
+        """A JSON array of a literal; a JSON string of a literal that would not come back from one."""
+        with suppress(ValueError, IndexError):
+            made = self._parse(literal)
+            if self.from_json(made) == literal:
+                return made
+        return json.dumps(literal, ensure_ascii=False)
+
+    def from_json(self, text: str) -> str:
+        """The literal that became this JSON."""
+        value = json.loads(text, parse_int=_Number, parse_float=_Number, parse_constant=_Number)
+        return value if isinstance(value, str) and not isinstance(value, _Number) else self._literal(value)
+
+    def _parse(self, literal: str) -> str:
+        """Element by element; brackets and delimiters stay where they are."""
+        made, at = [], 0
+        while at < len(literal):
+            character = literal[at]
+            if character in "{}":
+                made.append("[" if character == "{" else "]")
+                at += 1
+            elif character == self.delimiter:
+                made.append(", ")
+                at += 1
+            elif character == '"':
+                end = at + 1
+                while literal[end] != '"':
+                    end += 2 if literal[end] == "\\" else 1
+                made.append(
+                    json.dumps(re.sub(r"\\(.)", r"\1", literal[at + 1 : end], flags=re.DOTALL), ensure_ascii=False)
+                )
+                at = end + 1
+            else:
+                end = at
+                while end < len(literal) and literal[end] not in "{}" + self.delimiter:
+                    end += 1
+                made.append(self._element(literal[at:end]))
+                at = end
+        return "".join(made)
+
+    def _element(self, text: str) -> str:
+        if text == "NULL":
+            return "null"
+        if self.element == "boolean" and text in "tf":
+            return "true" if text == "t" else "false"
+        if self.element == "number" and _NUMBER.fullmatch(text):
+            return text
+        return json.dumps(text, ensure_ascii=False)
+
+    def _literal(self, value: Any) -> str:
+        if value is None:
+            return "NULL"
+        if isinstance(value, bool):
+            return "t" if value else "f"
+        if isinstance(value, list):
+            return "{" + self.delimiter.join(map(self._literal, value)) + "}"
+        text = str(value)
+        if isinstance(value, _Number) or not (_NEEDS_QUOTES.search(text) or self.delimiter in text):
+            return text
+        return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+class _Number(str):
+    """A number of JSON as it is written."""
+
+
+def json_of(values: dict[str, str | None]) -> str:
+    """An object of texts, as ``jsonb`` writes it: shorter keys first."""
+    ordered = dict(sorted(values.items(), key=lambda item: (len(item[0].encode()), item[0].encode())))
+    return json.dumps(ordered, ensure_ascii=False)
+
+
+_INTEGER = r"-?\d+"
+_DAY = r"\d{4}-\d\d-\d\d"
+_CLOCK = r"\d\d:\d\d:\d\d(\.\d+)?"
+
+_KINDS = {
+    "boolean": Kind("TINYINT(1)", _bits, _truth, "[tf]"),
+    "smallint": Kind("SMALLINT", takes=_INTEGER, canonical=int),
+    "integer": Kind("INT", takes=_INTEGER, canonical=int),
+    "bigint": Kind("BIGINT", takes=_INTEGER, canonical=int),
+    "oid": Kind("INT UNSIGNED", takes=_INTEGER, canonical=int),
+    "real": Kind("DOUBLE", decode=_each(lambda t: float_text(t, 6)), takes=r"-?[\d.]+(e[+-]\d+)?", canonical=float),
+    "double precision": Kind(
+        "DOUBLE", decode=_each(lambda t: float_text(t, 15)), takes=r"-?[\d.]+(e[+-]\d+)?", canonical=float
+    ),
+    "date": Kind("DATE", takes=_DAY),
+    "time without time zone": Kind("TIME(6)", decode=_shorten, takes=_CLOCK),
+    "timestamp without time zone": Kind("DATETIME(6)", decode=_shorten, takes=f"{_DAY} {_CLOCK}"),
+    "timestamp with time zone": Kind("DATETIME(6)", _utc, _with_utc, rf"{_DAY} {_CLOCK}\+00"),
+    "uuid": Kind("CHAR(36)"),
+    "bytea": Kind("LONGBLOB", _digits_of, _bytea_of, hexadecimal=True, read="LOWER(HEX({}))"),
+}
+_BYTES_IN_KEY = {
+    "TINYINT(1)": 1,
+    "SMALLINT": 2,
+    "INT": 4,
+    "INT UNSIGNED": 4,
+    "BIGINT": 8,
+    "DOUBLE": 8,
+    "DATE": 3,
+    "TIME(6)": 6,
+    "DATETIME(6)": 8,
+    "CHAR(36)": 36 * _TEXT_BYTES,
+}
+_DECIMAL_BYTES = 32
+_TEXT = Kind("LONGTEXT", plain=False)
+_NUMBERS = ("smallint", "integer", "bigint", "oid", "real", "double precision", "numeric")
+
+# What the sink itself has beside the source's columns.
+FLAG = Kind("TINYINT(1)")
+COUNTER = Kind("BIGINT")
+POSITION = Kind("BIGINT UNSIGNED")
+LETTER = Kind("CHAR(1)", plain=False)
+MOMENT = Kind("DATETIME(6)")
+WORDS = _TEXT
+
+
+def kind_of(column: Column) -> Kind:
+    """How a column's values are kept where it is not of a key.
+
+    A domain is kept as what it is made of; other types of users' own as text.
+    """
+    name = (column.beneath or column.type).partition(" COLLATE ")[0]
+    if name.endswith("[]"):
+        element = re.sub(r"\(.*?\)", "", name.removesuffix("[]"))
+        sort = "number" if element in _NUMBERS else "boolean" if element == "boolean" else "text"
+        array = ArrayText(sort, ";" if element == "box" else ",")
+        return Kind("LONGTEXT", _each(array.to_json), _each(array.from_json), plain=False)
+    numeric = re.fullmatch(r"numeric\((\d+),(-?\d+)\)", name)
+    if numeric:
+        digits, scale = int(numeric[1]), int(numeric[2])
+        if digits <= _DIGITS and 0 <= scale <= min(digits, _SCALE):
+            return Kind(f"DECIMAL({digits},{scale})", takes=r"-?\d+(\.\d+)?", canonical=Decimal)
+        return _TEXT
+    return _KINDS.get(re.sub(r"\(\d+\)", "", name), _TEXT)
+
+
+def kinds_of(table: Table) -> dict[str, Kind]:
+    """How the values of a table are kept, by column; the unbounded ones of a key share what an index takes.
+
+    :raises UncapturableTable: when the key has no room.
+    """
+    kinds = {column.name: kind_of(column) for column in table.columns}
+    unbounded = [name for name in table.key if kinds[name].sql in ("LONGTEXT", "LONGBLOB")]
+    bounded = (kinds[name].sql for name in table.key if name not in unbounded)
+    room = INDEX_BYTES - sum(_BYTES_IN_KEY.get(sql, _DECIMAL_BYTES) for sql in bounded)
+    share = room // max(1, len(unbounded))
+    if share < _TEXT_BYTES * 8 or len(table.key) > 16:
+        raise UncapturableTable(
+            f"the key of {table.label} has {len(table.key)} columns, more than an index of MySQL takes",
+            "Leave the table out, or give it a key of fewer columns.",
+        )
+    for name in unbounded:
+        old = kinds[name]
+        size = share if old.hexadecimal else share // _TEXT_BYTES
+        kind = f"VARBINARY({size})" if old.hexadecimal else f"VARCHAR({size})"
+        kinds[name] = replace(old, sql=kind, longest=size)
+    return kinds
