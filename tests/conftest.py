@@ -11,13 +11,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psycopg
+import pymysql
 import pytest
 from psycopg import sql
 
+from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from tests.class_archive import write_archive
 
@@ -28,6 +31,9 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "max_replication_slots": "30",
     "max_wal_senders": "30",
 }
+
+MARIADB_SETTINGS: Mapping[str, str] = {"innodb_flush_log_at_trx_commit": "0", "innodb_buffer_pool_size": "64M"}
+SYSTEM_DATABASES = ("mysql", "sys", "information_schema", "performance_schema")
 
 # What the pipelines under test run as: no superuser, and no owner of anything but what they create. Only its owner
 # can publish a table, so what a test's superuser creates goes to an owner of which the pipeline's role is a member.
@@ -158,6 +164,31 @@ def target_server(server_directory: Path) -> Iterator[PostgresServer]:
     with PostgresServer.create(server_directory / "target", settings=SESSION_SETTINGS) as server:
         create_roles(server)
         yield server
+
+
+@pytest.fixture(scope="session")
+def mariadb_server(server_directory: Path) -> Iterator[MariadbServer]:
+    """The session's other target: MariaDB of the system's package."""
+    if shutil.which("mariadbd", path="/usr/sbin:/usr/bin") is None:
+        pytest.skip("no MariaDB server package of the system")
+    with MariadbServer.create(server_directory / "mariadb", MARIADB_SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture
+def mariadb(mariadb_server: MariadbServer) -> Iterator[MariadbServer]:
+    """That server, with no databases but its own; those that a test makes are dropped at the end."""
+    yield mariadb_server
+    with closing(mariadb_server.connect()) as connection, connection.cursor() as cursor:
+        cursor.execute("SET SESSION lock_wait_timeout = 20")
+        cursor.execute("SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID() AND user = 'root'")
+        for (number,) in cursor.fetchall():
+            with suppress(pymysql.MySQLError):
+                cursor.execute(f"KILL {number}")
+        cursor.execute("SELECT schema_name FROM information_schema.schemata")
+        for (name,) in cursor.fetchall():
+            if name not in SYSTEM_DATABASES:
+                cursor.execute(f"DROP DATABASE `{name}`")
 
 
 @pytest.fixture

@@ -94,9 +94,10 @@ def _column(kind: Kind, collation: str, key: bool, mode: Mode) -> str:
     return kind.definition(collation) + (" NOT NULL" if key and mode == "mirror" else " NULL")
 
 
-def create_table(target: Target, mode: Mode, collation: str, pipeline: str) -> str:
+def create_table(target: Target, mode: Mode, collation: str, pipeline: str, name: str = "") -> str:
     """The statement that creates a target table.
 
+    :param name: its quoted name, if it is not to be the target's.
     :raises UncapturableTable: when MySQL cannot have such a table.
     """
     refuse_names(target, mode)
@@ -107,7 +108,7 @@ def create_table(target: Target, mode: Mode, collation: str, pipeline: str) -> s
         lines.append("KEY (`_commit_lsn`, `_seq`)")
     body = ",\n  ".join(lines)
     return (
-        f"CREATE TABLE {quoted(target.schema, target.name)} (\n  {body}\n) ENGINE=InnoDB ROW_FORMAT=DYNAMIC"
+        f"CREATE TABLE {name or quoted(target.schema, target.name)} (\n  {body}\n) ENGINE=InnoDB ROW_FORMAT=DYNAMIC"
         f" CHARACTER SET utf8mb4 COLLATE {collation} COMMENT='{comment(pipeline)}'"
     )
 

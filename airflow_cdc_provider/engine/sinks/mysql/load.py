@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.errors import LimitExceeded, ValueRefused
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
-from airflow_cdc_provider.engine.sinks.mysql.types import Kind
+from airflow_cdc_provider.engine.sinks.mysql.types import Kind, join_texts
 
 _LOAD_BYTES = 8 << 20
 _SHOWN = 60
@@ -80,8 +80,7 @@ class Loader:
             else:
                 names.append(quoted(field.name))
         cells = [pc.fill_null(_cell(column, field.kind), "NULL") for column, field in zip(columns, fields, strict=True)]
-        lines = pc.binary_join_element_wise(*cells, ",") if len(cells) > 1 else cells[0]
-        lines = pc.binary_join_element_wise(lines, pa.scalar("", _Texts), "\n")
+        lines = join_texts(join_texts(*cells, between=","), "\n")
         with _file() as file:
             file.write(_bytes(lines))
             file.flush()
@@ -103,7 +102,7 @@ class Loader:
 
     def _insert(self, table: str, fields: Sequence[Field], columns: Sequence[pa.Array], count: int, label: str) -> None:
         cells = [pc.fill_null(_literal(column, f.kind), "NULL") for column, f in zip(columns, fields, strict=True)]
-        tuples = pc.binary_join_element_wise(*cells, ",") if len(cells) > 1 else cells[0]
+        tuples = join_texts(*cells, between=",")
         head = f"INSERT INTO {table} ({', '.join(quoted(field.name) for field in fields)}) VALUES ("
         room = min(self._packet, _LOAD_BYTES) - len(head.encode()) - 16
         for first, last in _runs(pc.binary_length(tuples).to_numpy(zero_copy_only=False) + 3, room):
@@ -157,19 +156,15 @@ def _cell(texts: pa.Array, kind: Kind) -> pa.Array:
     if kind.plain:
         return texts
     doubled = pc.replace_substring(texts, '"', '""')
-    return pc.binary_join_element_wise(_constant('"'), doubled, _constant('"'), "")
+    return join_texts('"', doubled, '"')
 
 
 def _literal(texts: pa.Array, kind: Kind) -> pa.Array:
     """A value as SQL; NULL as null."""
     if kind.hexadecimal:
-        return pc.binary_join_element_wise(_constant("X'"), texts, _constant("'"), "")
+        return join_texts("X'", texts, "'")
     escaped = texts if kind.plain else pc.replace_substring(pc.replace_substring(texts, "\\", "\\\\"), "'", "''")
-    return pc.binary_join_element_wise(_constant("'"), escaped, _constant("'"), "")
-
-
-def _constant(text: str) -> pa.Scalar:
-    return pa.scalar(text, _Texts)
+    return join_texts("'", escaped, "'")
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -181,7 +176,7 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         yield batch.slice(start, rows)
 
 
-def _runs(sizes: np.ndarray, room: int) -> Iterator[tuple[int, int]]:  # type: ignore[type-arg]
+def _runs(sizes: np.ndarray[tuple[int], np.dtype[np.int64]], room: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that are not larger than ``room`` together; a row that is, alone."""
     first, total = 0, 0
     for row, size in enumerate(sizes.tolist()):

@@ -3,20 +3,21 @@
 A step of the Postgres sink is one transaction of data, record and DDL. Here DDL ends the transaction before it, and
 its lock on the epoch with it. So a change of a table is announced first and settled afterwards:
 
-1. The lock ``airflow_cdc_<pipeline>`` is taken by name. It belongs to the session, not to a transaction, and lasts until
-   the server has ended the session and whatever statement it was in. Who takes the epoch takes that lock first, so the
-   epoch stays what it is meanwhile.
+1. The lock ``airflow_cdc_<pipeline>`` is taken by name. It belongs to the session, not to a transaction, and lasts
+   until the server has ended the session and whatever statement it was in. Who takes the epoch takes that lock first,
+   so the epoch stays what it is meanwhile.
 2. A transaction that checks the epoch enters the change into ``airflow_cdc.pending`` and commits.
 3. The DDL is done: one statement, which the server makes whole or not at all.
 4. A transaction brings the record up to it and removes the entry.
 
-Whoever takes the epoch, or locks its row to commit anything, looks for an entry first and *settles* it under the lock of
-step 1, so that nothing is ever applied to a table in between. What the table shows decides, not what anybody remembers:
+Whoever takes the epoch, or locks its row to commit anything, looks for an entry first and *settles* it under the lock
+of step 1, so that nothing is ever applied to a table in between. What the table shows decides, not what anybody
+remembers:
 
 * An **alteration** puts a token of its own into the table's comment. If it is there, the record is brought up to it,
   else the entry is removed, and nothing has happened.
-* An **exchange** puts a table that was filled aside in the place of the target, by one RENAME, so that no reader meets a
-  hole, or a value of the one definition under the other. The record of the new rows is written in step 2, which is
+* An **exchange** puts a table that was filled aside in the place of the target, by one RENAME, so that no reader meets
+  a hole, or a value of the one definition under the other. The record of the new rows is written in step 2, which is
   the point of no return: while the filled table is still aside, the exchange is completed.
 """
 

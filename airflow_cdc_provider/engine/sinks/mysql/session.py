@@ -102,8 +102,7 @@ class Address:
 
     def connect(self) -> pymysql.Connection[Any]:
         """Open a bare connection."""
-        pymysql = driver()
-        return pymysql.connect(
+        connection: pymysql.Connection[Any] = driver().connect(
             host=self.host,
             port=self.port,
             user=self.user,
@@ -114,6 +113,7 @@ class Address:
             connect_timeout=CONNECT_SECONDS,
             **self.options,
         )
+        return connection
 
 
 def driver() -> Any:
@@ -154,7 +154,7 @@ class Session:
     def run(self, statement: str, parameters: Sequence[Any] | None = None) -> int:
         """Execute a statement; the rows that it has changed."""
         with self._connection.cursor() as cursor:
-            return cursor.execute(statement, parameters)
+            return int(cursor.execute(statement, parameters))
 
     def rows(self, query: str, parameters: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
         """Execute a query and return its rows."""

@@ -2,8 +2,8 @@
 
 The commit record and the staging tables stand in the database ``airflow_cdc`` of the target server. Executors load the
 effects of a piece into staging tables of their own; the driver then applies all pieces of a unit, checks the epoch, and
-records the unit, in one transaction. Chunks are committed by the task that read them: rows, watermark and epoch check are
-one transaction too. Where a table has to be changed by DDL, which no transaction holds, :mod:`.pending` says how.
+records the unit, in one transaction. Chunks are committed by the task that read them: rows, watermark and epoch check
+are one transaction too. Where a table has to be changed by DDL, which no transaction holds, :mod:`.pending` says how.
 """
 
 from __future__ import annotations
@@ -12,19 +12,32 @@ import contextlib
 import json
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.condition import find_trouble
+from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.effects import MISSING, Effect
-from airflow_cdc_provider.engine.errors import ConfigError, Fenced, GateClosed, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.errors import (
+    CannotFollow,
+    ConfigError,
+    Fenced,
+    GateClosed,
+    StagingLost,
+    StreamFailed,
+    UnknownTable,
+)
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.row_side import row_sides
+from airflow_cdc_provider.engine.sides import Key, Sides
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
-from airflow_cdc_provider.engine.sinks.mysql.pending import alter, announce, begin_again, settle
+from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
+from airflow_cdc_provider.engine.sinks.mysql.pending import alter, announce, settle
 from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted
 from airflow_cdc_provider.engine.sinks.mysql.tables import FIRST_READ, TableStatements
@@ -97,7 +110,10 @@ class MysqlSink(MysqlRecord):
                     if not is_wanted(opened):
                         return None
                 statements = TableStatements(opened, target, self.mode)
-                seq = self._remove_rows(statements, None, applied) if whole else FIRST_READ
+                seq = FIRST_READ
+                if whole:
+                    seq = self._remove_rows(statements, None, applied)
+                    self._record_shape(opened, target)
                 failpoint("before-chunk-staged")
                 count = statements.copy(quoted(target.schema, target.name), batches, applied, seq)
                 failpoint("after-chunk-staged")
@@ -123,14 +139,13 @@ class MysqlSink(MysqlRecord):
         before: Target | None,
     ) -> int:
         """See :meth:`.base.Sink.replace`."""
-        if keys is None:
-            self._join(epoch, before or target)
 
         def note(opened: Session, watermark: Watermark, count: int) -> None:
             self._note_reread(opened, epoch, target, keys, watermark, count)
 
-        with self._session() as opened:
-            applied = self._begin(opened, epoch, "update")
+        with self._transaction(epoch, "update") as (opened, applied):
+            if before is None:
+                self._lacks(opened, target)  # refuses what is not ours
             aside = keys is None and self._make_room(opened, epoch, target, reread=True)
             if aside:
                 count, watermark = self._fill_aside(opened, epoch, target, aside, batches, finish)
@@ -151,6 +166,8 @@ class MysqlSink(MysqlRecord):
                     batches = (self._only_members(statements, target, keys, batch) for batch in batches)
                 count = statements.copy(quoted(target.schema, target.name), batches, applied, seq)
                 note(opened, finish(), count)
+                if keys is None:
+                    self._record_shape(opened, target)
                 failpoint("before-reread-commit")
                 opened.commit()
         failpoint("after-reread-commit")
@@ -167,6 +184,7 @@ class MysqlSink(MysqlRecord):
     ) -> None:
         label, index = target.table.label, 0
         if keys is None:
+            self._enter(opened, target)
             opened.run(
                 "UPDATE airflow_cdc.tables SET definition = %s WHERE pipeline = %s AND source_table = %s",
                 [json.dumps(target.table.to_dict()), self.pipeline, label],
@@ -194,19 +212,6 @@ class MysqlSink(MysqlRecord):
                 epoch,
             ],
         )
-
-    def _join(self, epoch: int, target: Target) -> None:
-        """See to it that a target table is there and in the record, as one that has not been read."""
-        with self._alone(epoch) as opened:
-            lacks = self._lacks(opened, target)
-            if not lacks and target.table.label in self._targets(opened):
-                return
-            with self._created(opened, [target] if lacks else []):
-                self._begin(opened, epoch, "update")
-                if target.table.label not in self._targets(opened):
-                    self._enter(opened, target)
-                    begin_again(opened, self.pipeline, target.table.label)
-                opened.commit()
 
     # -- other definitions -------------------------------------------------------------------------
 
@@ -252,10 +257,14 @@ class MysqlSink(MysqlRecord):
 
         :returns: the name of the latter; empty when the target table is as it has to be.
         """
-        shape = self._shape(opened, target)
-        clauses = self._alteration(opened, shape, target, rows_stay=False)
+        aside = f"{self._aside_prefix}{self._token()}"
+        place = quoted("airflow_cdc", aside)
+        if not opened.exists(target.schema, target.name):
+            opened.rollback()
+            opened.run(create_table(target, self.mode, opened.collation, self.pipeline, place))
+            return aside
+        clauses = self._alteration(opened, self._shape(opened, target), target, rows_stay=False)
         if not clauses:
-            self._record_shape(opened, target) if self.mode == "changelog" and not reread else None
             return ""
         opened.rollback()
         if self.mode == "changelog":
@@ -267,9 +276,8 @@ class MysqlSink(MysqlRecord):
                 alter(opened, self.pipeline, target, clauses, token)
             return ""
         self._refuse_exchange(opened, target)
-        aside = f"{self._aside_prefix}{self._token()}"
-        opened.run(f"CREATE TABLE {quoted('airflow_cdc', aside)} LIKE {quoted(target.schema, target.name)}")
-        opened.run(f"ALTER TABLE {quoted('airflow_cdc', aside)} {', '.join(clauses)}")
+        opened.run(f"CREATE TABLE {place} LIKE {quoted(target.schema, target.name)}")
+        opened.run(f"ALTER TABLE {place} {', '.join(clauses)}")
         return aside
 
     def _refuse_exchange(self, opened: Session, target: Target) -> None:
@@ -282,16 +290,15 @@ class MysqlSink(MysqlRecord):
         )
         foreign = opened.rows(
             "SELECT constraint_name FROM information_schema.key_column_usage WHERE referenced_table_name IS NOT NULL"
-            " AND (table_schema = %s AND table_name = %s OR referenced_table_schema = %s AND referenced_table_name = %s)",
+            " AND (table_schema = %s AND table_name = %s"
+            " OR referenced_table_schema = %s AND referenced_table_name = %s)",
             where * 2,
         )
         names = ", ".join(sorted({str(name) for (name,) in (*triggers, *foreign)}))
         if names:
-            from airflow_cdc_provider.engine.errors import CannotFollow
-
             raise CannotFollow(
-                f"the target table {target.schema}.{target.name} has to be made anew, as {target.table.label} is defined"
-                f" otherwise now, but has triggers or foreign keys, which would be lost: {names}",
+                f"the target table {target.schema}.{target.name} has to be made anew, as {target.table.label} is"
+                f" defined otherwise now, but has triggers or foreign keys, which would be lost: {names}",
                 "Nothing from this change on has been applied. Drop them, then start again, and make them anew"
                 " afterwards.",
             )
@@ -390,8 +397,17 @@ class MysqlSink(MysqlRecord):
         with self._session() as opened:
             return TableStatements(opened, target, self.mode).members(members, keys)
 
-    def rows(self, target: Target, keys: Sequence[tuple[str, ...]] | None = None) -> Iterator[pa.RecordBatch]:
-        """See :meth:`.base.Sink.rows`; in one snapshot."""
+    def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
+        """See :meth:`.base.Sink.compared`."""
+        if self.missing([target]):
+            raise UnknownTable(
+                f"the target table {target.schema}.{target.name} does not exist",
+                f"Run `airflow-cdc resnapshot --table {target.table.label}`: it creates and fills it.",
+            )
+        return row_sides(source, target, self.mode, self.rows)
+
+    def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
+        """A target's rows as Postgres's texts, see :data:`.row_side.Rows`; all of one moment."""
         with self._session() as opened:
             opened.begin_snapshot()
             yield from TableStatements(opened, target, self.mode).rows(keys)

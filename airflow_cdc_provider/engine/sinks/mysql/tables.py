@@ -1,23 +1,24 @@
 """Staging tables of the MySQL sink, and the statements that bring them into a target table.
 
 Staging columns are ``c0`` … in the order of the captured columns, with the types of the target, so that values are
-converted where they are staged and in parallel. No statement here ends the transaction that it is in: rows go by DELETE,
-never by TRUNCATE.
+converted where they are staged and in parallel. But for the one that creates such a table, no statement here ends the
+transaction that it is in: rows go by DELETE, never by TRUNCATE.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.sides import Key
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.mysql.definition import CHANGELOG_COLUMNS, Mode
-from airflow_cdc_provider.engine.sinks.mysql.load import Field, Loader
+from airflow_cdc_provider.engine.sinks.mysql.load import Field, Loader, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.types import (
     COUNTER,
@@ -25,6 +26,7 @@ from airflow_cdc_provider.engine.sinks.mysql.types import (
     LETTER,
     POSITION,
     WORDS,
+    ArrayText,
     Kind,
     json_of,
     kinds_of,
@@ -98,11 +100,9 @@ class TableStatements:
             places = ", ".join(f"({', '.join(self._constants(key))})" for key in group)
             self._session.run(f"DELETE FROM {self._table} WHERE ({names}) IN ({places})")
 
-    def _constants(self, key: Sequence[str]) -> list[str]:
+    def _constants(self, key: Key) -> list[str]:
         """A key as SQL."""
-        from airflow_cdc_provider.engine.sinks.mysql.load import constant
-
-        return [constant(self._fields[i], text, self._label) for i, text in zip(self._key, key, strict=True)]
+        return [constant(self._fields[i], str(text), self._label) for i, text in zip(self._key, key, strict=True)]
 
     def members(self, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> list[tuple[int, int]]:
         """Which keys are which members; see :meth:`.base.Sink.members`. Types here have few equal texts that differ."""
@@ -158,7 +158,7 @@ class TableStatements:
             found |= set(zip(*(text.to_pylist() for text in texts), strict=True))
         return frozenset(found)
 
-    def rows(self, keys: Sequence[tuple[str, ...]] | None) -> Iterator[pa.RecordBatch]:
+    def rows(self, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
         """The rows as Postgres's texts, see :meth:`.sink.MysqlSink.rows`."""
         kinds = {field.name: field.kind for field in self._fields}
         if self._mode == "changelog":
@@ -178,7 +178,7 @@ class TableStatements:
                 texts["_commit_lsn"] = _each_text(
                     texts["_commit_lsn"], lambda n: f"{int(n) >> 32:X}/{int(n) & 0xFFFFFFFF:X}"
                 )
-                texts["_unchanged"] = _each_text(texts["_unchanged"], _array_literal)
+                texts["_unchanged"] = _each_text(texts["_unchanged"], ArrayText("text").from_json)
             yield pa.RecordBatch.from_arrays(list(texts.values()), names=list(texts))
 
     # -- staging -----------------------------------------------------------------------------------
@@ -244,10 +244,10 @@ class TableStatements:
             return 0
         return int(self._session.one(f"SELECT COUNT(*) FROM {quoted('airflow_cdc', relation)}")[0])
 
-    def _equal(self, staged: str) -> str:
-        """The condition that a row ``t`` of the target has the key of a staged row ``s``."""
+    def _equal(self, staged: str, alias: str = "t") -> str:
+        """The condition that a row of the target has the key of a staged row ``s``."""
         pairs = [(self._names[i], f"s.{staged}{i if staged == 'c' else n}") for n, i in enumerate(self._key)]
-        return " AND ".join(f"t.{name} = {other}" for name, other in pairs)
+        return " AND ".join(f"{alias}.{name} = {other}" for name, other in pairs)
 
     def fill_missing(self, relation: str) -> frozenset[tuple[str, ...]]:
         """Fill values that were not sent from the target's rows; return the keys of rows that have none there."""
@@ -272,7 +272,10 @@ class TableStatements:
         assert staged.relation is not None
         stage, equal = quoted("airflow_cdc", staged.relation), self._equal("c")
         written = "s.erased = 0" + (f" AND (s.missing IS NULL OR s.{_FILLED} = 1)" if MISSING in staged.columns else "")
-        self._session.run(f"DELETE t FROM {stage} s STRAIGHT_JOIN {self._table} t ON {equal} WHERE s.erased = 1")
+        gone = self._equal("c", self._table)  # of an alias it would ask in which database it is
+        self._session.run(
+            f"DELETE {self._table} FROM {stage} s STRAIGHT_JOIN {self._table} ON {gone} WHERE s.erased = 1"
+        )
         others = [f"t.{name} = s.c{i}" for i, name in enumerate(self._names) if i not in self._key]
         if others:
             self._session.run(
@@ -296,10 +299,10 @@ class TableStatements:
         )
 
 
-def _canonical(form: object, text: str) -> object:
+def _canonical(form: Callable[[str], object], text: str) -> object:
     """A key's text in a form that is equal for equal keys; a text of another type, from before, as it is."""
     try:
-        return form(text)  # type: ignore[operator]
+        return form(text)
     except (ValueError, ArithmeticError):
         return text
 
@@ -315,8 +318,8 @@ def _array(column: Sequence[str | bytes | None]) -> pa.Array:
     return pa.array([value.decode() if isinstance(value, bytes) else value for value in column], _Texts)
 
 
-def _each_text(texts: pa.Array, function: object) -> pa.Array:
-    made = [None if text is None else function(text) for text in texts.to_pylist()]  # type: ignore[operator]
+def _each_text(texts: pa.Array, function: Callable[[str], str]) -> pa.Array:
+    made = [None if text is None else function(text) for text in texts.to_pylist()]
     return pa.array(made, _Texts)
 
 
@@ -324,9 +327,3 @@ def _json_array(literal: str) -> str:
     """The names in an array's literal in which each is quoted."""
     names = re.findall(r'"((?:[^"\\]|\\.)*)"', literal, re.DOTALL)
     return json.dumps([re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names], ensure_ascii=False)
-
-
-def _array_literal(text: str) -> str:
-    from airflow_cdc_provider.engine.sinks.mysql.types import ArrayText
-
-    return ArrayText("text").from_json(text)

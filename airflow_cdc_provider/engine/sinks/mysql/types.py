@@ -10,7 +10,7 @@ refused by name. What MySQL has no type for is text, which is always right.
   year 9999 are refused. Postgres has no zero dates.
 * Arrays are JSON; one with bounds of its own is a JSON string of its literal. ``json`` and ``jsonb`` are LONGTEXT with
   the text that Postgres wrote, since JSON columns write it anew.
-* Text is LONGTEXT, in a key VARCHAR: an index takes 3072 bytes, which the texts of a key share. Longer keys are refused.
+* Text is LONGTEXT, in a key VARCHAR: an index takes 3072 bytes, which a key's texts share. A longer one is refused.
 """
 
 from __future__ import annotations
@@ -96,12 +96,19 @@ def _truth(texts: pa.Array) -> pa.Array:
     return pc.if_else(pc.equal(texts, "1"), "t", "f").cast(pa.large_string())
 
 
+def join_texts(*parts: pa.Array | str, between: str = "") -> pa.Array:
+    """Texts row by row one after the other; null where any is."""
+    kind = pa.large_string()
+    columns = [pa.scalar(part, kind) if isinstance(part, str) else part for part in parts]
+    return pc.binary_join_element_wise(*columns, pa.scalar(between, kind))
+
+
 def _digits_of(texts: pa.Array) -> pa.Array:
     return pc.utf8_slice_codeunits(texts, 2)
 
 
 def _bytea_of(texts: pa.Array) -> pa.Array:
-    return pc.binary_join_element_wise(pa.scalar("\\x", pa.large_string()), texts, pa.scalar("", pa.large_string()))
+    return join_texts("\\x", texts)
 
 
 def _shorten(texts: pa.Array) -> pa.Array:
@@ -114,9 +121,7 @@ def _utc(texts: pa.Array) -> pa.Array:
 
 
 def _with_utc(texts: pa.Array) -> pa.Array:
-    return pc.binary_join_element_wise(
-        _shorten(texts), pa.scalar("+00", pa.large_string()), pa.scalar("", pa.large_string())
-    )
+    return join_texts(_shorten(texts), "+00")
 
 
 def float_text(text: str, digits: int) -> str:

@@ -1,0 +1,151 @@
+"""What can be checked of a MySQL sink without changing anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, MissingPrivilege, ServerNotReady
+from airflow_cdc_provider.engine.findings import Caution, Checks
+from airflow_cdc_provider.engine.preflight import target_name
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
+from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
+from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
+
+_OLDEST = {True: (10, 6), False: (8, 0)}
+_PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX")
+_PACKET_BYTES = 16 << 20
+_GRANT = re.compile(r"GRANT (.+?) ON (\S+) TO ", re.DOTALL)
+
+
+def check(settings: MysqlSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
+    """See :meth:`.SinkSettings.check`."""
+    with ExitStack() as stack:
+
+        def opened() -> Session:
+            return stack.enter_context(session(Address.parse(settings.dsn)))
+
+        sink = checks.run("sink", opened, lambda s: f"sink {settings.place} is reachable: {s.version}.")
+        if sink is None:
+            return
+        checks.run("sink server", partial(_server, sink))
+        checks.run("sink loading", partial(_loading, sink))
+        if tables is not None:
+            targets = [Target(table, *target_name(pipeline, table)) for table in tables]
+            checks.run("sink privileges", partial(_may_write, sink, targets))
+            checks.run("sink names", partial(_names, sink, targets))
+            checks.run("sink tables", partial(_definitions, sink, settings, pipeline, targets))
+            checks.run("target tables", partial(_target_tables, sink, pipeline, targets))
+
+
+def _server(sink: Session) -> str:
+    found = re.match(r"(\d+)\.(\d+)", sink.version)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    oldest = _OLDEST[sink.mariadb]
+    if version < oldest:
+        raise ServerNotReady(
+            f"the sink runs {sink.version}, in which DDL is not atomic or names for columns are missing",
+            "Take MariaDB 10.6 or MySQL 8.0 or newer.",
+        )
+    engines = {str(row[0]).lower(): str(row[1]).upper() for row in sink.rows("SHOW ENGINES")}
+    if engines.get("innodb", "NO") == "NO":
+        raise ServerNotReady("the sink's server has no InnoDB, without which there are no transactions", "Enable it.")
+    (read_only,) = sink.one("SELECT @@read_only")
+    if read_only:
+        raise ServerNotReady("the sink's server is read-only", "Give sink.dsn the primary's address.")
+    return "The sink's server keeps transactions and takes writes."
+
+
+def _loading(sink: Session) -> str:
+    local, packet = sink.one("SELECT @@local_infile, @@max_allowed_packet")
+    cautions = []
+    if not local:
+        cautions.append("local_infile is off, so that rows are written by INSERT, which is slower")
+    if int(packet) < _PACKET_BYTES:
+        cautions.append(f"max_allowed_packet is {packet} bytes, and larger values are refused")
+    if cautions:
+        raise Caution(f"In the sink, {' and '.join(cautions)}.")
+    return f"Rows are loaded by LOAD DATA; values may have up to {packet} bytes."
+
+
+def _may_write(sink: Session, targets: Sequence[Target]) -> str:
+    """Look for the privileges among the user's grants; those by roles and patterns count as far as they are shown."""
+    schemas = sorted({"airflow_cdc", *(target.schema for target in targets)})
+    held: dict[str, set[str]] = {}
+    for (line,) in sink.rows("SHOW GRANTS"):
+        found = _GRANT.match(str(line))
+        if found:
+            place = found[2].replace("`", "").replace("\\_", "_")
+            held.setdefault(place, set()).update(each.strip() for each in found[1].split(","))
+
+    def covers(schema: str) -> bool:
+        granted: set[str] = set()
+        for place, privileges in held.items():
+            pattern = re.escape(place.removesuffix(".*")).replace("%", ".*") if place != "*.*" else ".*"
+            if place.endswith(".*") and re.fullmatch(pattern, schema):
+                granted |= privileges
+        return "ALL PRIVILEGES" in granted or granted >= set(_PRIVILEGES)
+
+    lacking = [schema for schema in schemas if not covers(schema)]
+    if lacking:
+        (user,) = sink.one("SELECT CURRENT_USER()")
+        account = "@".join(f"'{part}'" for part in str(user).rsplit("@", 1))
+        grants = [f"GRANT {', '.join(_PRIVILEGES)} ON {quoted(schema)}.* TO {account};" for schema in lacking]
+        raise MissingPrivilege(
+            f"user {user} lacks privileges in the sink on databases {', '.join(lacking)}", f"Run: {' '.join(grants)}"
+        )
+    return "Databases and tables can be created and written in the sink."
+
+
+def _names(sink: Session, targets: Sequence[Target]) -> str:
+    (folded,) = sink.one("SELECT @@lower_case_table_names")
+    fold: Callable[[str], str] = str.lower if int(folded) else str
+    seen: dict[tuple[str, str], str] = {}
+    for target in targets:
+        place = (fold(target.schema), fold(target.name))
+        if place in seen:
+            raise ConfigError(
+                f"{seen[place]} and {target.table.label} have the same target table"
+                f" {target.schema}.{target.name} on a server that does not tell case apart",
+                "Let sink.schema name different databases for them, or leave one out.",
+            )
+        if place[0] in ("airflow_cdc", "mysql", "sys", "information_schema", "performance_schema"):
+            raise ConfigError(
+                f"{target.table.label} would be copied into the server's or our own database {target.schema}",
+                "Give sink.schema another name.",
+            )
+        seen[place] = target.table.label
+    return "Target tables have names of their own."
+
+
+def _definitions(sink: Session, settings: MysqlSettings, pipeline: Pipeline, targets: Sequence[Target]) -> str:
+    statements = [create_table(target, settings.mode, sink.collation, pipeline.name) for target in targets]
+    return "\n".join(["Target tables that are missing are created so:", *(f"{each};" for each in statements)])
+
+
+def _target_tables(sink: Session, pipeline: Pipeline, targets: Sequence[Target]) -> str:
+    recorded: dict[tuple[str, str], tuple[str, str]] = {}
+    if sink.exists("airflow_cdc", "tables"):
+        query = "SELECT target_schema, target_table, pipeline, source_table FROM airflow_cdc.tables"
+        recorded = {(schema, name): (owner, table) for schema, name, owner, table in sink.rows(query)}
+    for target in targets:
+        shown, owner = f"{target.schema}.{target.name}", recorded.get((target.schema, target.name))
+        if owner == (pipeline.name, target.table.label):
+            continue
+        if owner is not None:
+            raise ForeignTable(
+                f"the target table {shown} belongs to pipeline {owner[0]!r}, which copies {owner[1]} into it",
+                "Give the pipeline another target database (sink.schema), or drop the other one.",
+            )
+        there = sink.exists(target.schema, target.name)
+        if there and sink.rows(f"SELECT 1 FROM {quoted(target.schema, target.name)} LIMIT 1"):
+            raise ForeignTable(
+                f"the target table {shown} exists and has rows that pipeline {pipeline.name!r} did not write",
+                "Empty or drop the table, or give the pipeline another target database (sink.schema).",
+            )
+    return "No target table has rows of others."

@@ -1,0 +1,95 @@
+"""The ``sink`` section of a pipeline file for MySQL and MariaDB."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self, cast
+
+from airflow_cdc_provider.engine.section import as_text, one_of
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.catalog import Table
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.connection import Connection
+    from airflow_cdc_provider.engine.findings import Checks
+    from airflow_cdc_provider.engine.section import Section
+    from airflow_cdc_provider.engine.sinks.base import Sink, Target
+
+
+def as_mysql_uri(value: object) -> str:
+    """Check a MySQL URI without ever repeating it in a message: it may hold a password."""
+    from airflow_cdc_provider.engine.sinks.mysql.session import Address
+
+    text = as_text(value)
+    Address.parse(text)
+    return text
+
+
+@dataclass(frozen=True)
+class MysqlSettings:
+    """See :class:`.SinkSettings`; ``dsn`` is ``mysql://user:password@host:port/``, ``schema`` names a database."""
+
+    dsn: str = field(repr=False)
+    mode: Mode = "mirror"
+    schema: str = "{schema}"
+    type: Literal["mysql"] = "mysql"
+
+    @classmethod
+    def parse(cls, section: Section) -> Self:
+        """See :meth:`.SinkSettings.parse`."""
+        return cls(
+            dsn=section.dsn(as_mysql_uri, "mysql", "MySQL"),
+            mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
+            schema=section.take("schema", as_text, "{schema}"),
+        )
+
+    @property
+    def place(self) -> str:
+        """See :attr:`.SinkSettings.place`."""
+        from airflow_cdc_provider.engine.sinks.mysql.session import Address
+
+        return Address.parse(self.dsn).place
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """See :attr:`.SinkSettings.secrets`."""
+        from airflow_cdc_provider.engine.sinks.mysql.session import Address
+
+        password = Address.parse(self.dsn).password
+        return (password,) if password else ()
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """See :attr:`.SinkSettings.spark_conf`: nothing, as rows are written without the JVM."""
+        return {}
+
+    def open(self, pipeline: str, part: str = "") -> Sink:
+        """See :meth:`.SinkSettings.open`."""
+        from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
+
+        return MysqlSink(self.dsn, pipeline, self.mode, part)
+
+    def check(
+        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
+    ) -> None:
+        """See :meth:`.SinkSettings.check`."""
+        from airflow_cdc_provider.engine.sinks.mysql.checks import check
+
+        check(self, checks, pipeline, tables)
+
+    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+        """See :meth:`.SinkSettings.dataset`."""
+        return f"mysql://{self.place}", f"{schema}.{name}"
+
+    def ddl(self, pipeline: str, targets: Sequence[Target]) -> list[str]:
+        """The statements that create target tables on the server, without running them.
+
+        :raises ConnectionFailed: when it cannot be asked what it is.
+        """
+        from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
+        from airflow_cdc_provider.engine.sinks.mysql.session import Address, session
+
+        with session(Address.parse(self.dsn)) as opened:
+            return [create_table(target, self.mode, opened.collation, pipeline) for target in targets]
