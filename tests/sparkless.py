@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.slot import emit_marker
 from tests.pipelines import SECONDS, apply_stream, copy_chunk_of
@@ -84,7 +85,7 @@ def _main(
     file: str, failpoint: str | None, reread: Sequence[str], takeover: bool, asked: Sequence[str], log: str
 ) -> None:
     # How long others are waited for decides how long a test of a paused one takes.
-    postgres_record.COMMIT_SECONDS = claim._WAIT_SECONDS = 0.5
+    postgres_record.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = claim._WAIT_SECONDS = 0.5
     if failpoint is not None:
         os.environ[VARIABLE] = failpoint
     try:

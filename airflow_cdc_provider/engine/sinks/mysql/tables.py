@@ -179,7 +179,7 @@ class TableStatements:
                     texts["_commit_lsn"], lambda n: f"{int(n) >> 32:X}/{int(n) & 0xFFFFFFFF:X}"
                 )
                 texts["_unchanged"] = _each_text(texts["_unchanged"], ArrayText("text").from_json)
-            yield pa.RecordBatch.from_arrays(list(texts.values()), names=list(texts))
+            yield pa.RecordBatch.from_arrays([text.cast(pa.string()) for text in texts.values()], names=list(texts))
 
     # -- staging -----------------------------------------------------------------------------------
 
