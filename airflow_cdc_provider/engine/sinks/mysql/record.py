@@ -344,6 +344,7 @@ class MysqlRecord:
             if rehearsal:
                 return
             create_record_tables(opened)
+            opened.register(self.pipeline, self.part)  # now that there is a place for it
             with self._created(opened, lacking):
                 opened.begin()
                 # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.

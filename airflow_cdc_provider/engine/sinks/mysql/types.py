@@ -5,7 +5,7 @@ and how they are made again from what the server returns. Nothing is rounded, cu
 refused by name. What MySQL has no type for is text, which is always right.
 
 * ``numeric`` beyond 65 digits or a scale of 30, and without a precision, is text; ``NaN`` in others is refused.
-* ``real`` is kept as DOUBLE, since FLOAT is printed with six digits. ``NaN`` and infinities are refused.
+* ``real`` is kept as DOUBLE, since FLOAT is printed with six digits. ``NaN``, infinities and ``-0`` are refused.
 * ``timestamptz`` is DATETIME(6) in UTC; TIMESTAMP would end in 2038. Infinite dates, those before Christ or after the
   year 9999 are refused. Postgres has no zero dates.
 * Arrays are JSON; one with bounds of its own is a JSON string of its literal. ``json`` and ``jsonb`` are LONGTEXT with
@@ -16,6 +16,7 @@ refused by name. What MySQL has no type for is text, which is always right.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -148,6 +149,19 @@ def float_text(text: str, digits: int) -> str:
     return f"{minus}0.{'0' * (-exponent - 1)}{shown}"
 
 
+def _digits_of_double(value: float) -> str:
+    """The shortest digits that make a number and no other, as Postgres finds them.
+
+    Python, and MySQL, also take digits that lie half way to the next number, since these are rounded to an even one;
+    for Postgres they have to be nearer. Numbers half way have at most 17 digits only in the range that is looked at.
+    """
+    if not 9e15 <= abs(value) < 1e41:
+        return repr(value)
+    middles = {int(value) + int(math.nextafter(value, there)) for there in (-math.inf, math.inf)}
+    candidates = (repr(value), *(f"{value:.{digits}e}" for digits in range(17)))
+    return next(text for text in candidates if float(text) == value and 2 * int(Decimal(text)) not in middles)
+
+
 _NEEDS_QUOTES = re.compile(r'^$|[{}"\\\s]|^null$', re.IGNORECASE)
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
@@ -237,6 +251,7 @@ def json_of(values: dict[str, str | None]) -> str:
 
 _INTEGER = r"-?\d+"
 _DAY = r"\d{4}-\d\d-\d\d"
+_REAL = r"0|-?(0\.0*[1-9]\d*|[1-9]\d*(\.\d+)?)(e[+-]\d+)?"
 _CLOCK = r"\d\d:\d\d:\d\d(\.\d+)?"
 
 _KINDS = {
@@ -245,9 +260,12 @@ _KINDS = {
     "integer": Kind("INT", takes=_INTEGER, canonical=int),
     "bigint": Kind("BIGINT", takes=_INTEGER, canonical=int),
     "oid": Kind("INT UNSIGNED", takes=_INTEGER, canonical=int),
-    "real": Kind("DOUBLE", decode=_each(lambda t: float_text(t, 6)), takes=r"-?[\d.]+(e[+-]\d+)?", canonical=float),
+    "real": Kind("DOUBLE", decode=_each(lambda text: float_text(text, 6)), takes=_REAL, canonical=float),
     "double precision": Kind(
-        "DOUBLE", decode=_each(lambda t: float_text(t, 15)), takes=r"-?[\d.]+(e[+-]\d+)?", canonical=float
+        "DOUBLE",
+        decode=_each(lambda text: float_text(_digits_of_double(float(text)), 15)),
+        takes=_REAL,
+        canonical=float,
     ),
     "date": Kind("DATE", takes=_DAY),
     "time without time zone": Kind("TIME(6)", decode=_shorten, takes=_CLOCK),
