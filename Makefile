@@ -63,6 +63,17 @@ postgres: | java
 	if $(is-debian-root); then $(call debian-install,postgresql); exit 0; fi; \
 	echo "Tests that need a full Postgres are skipped: there is none in /usr/lib/postgresql (on Debian: apt-get install postgresql)." >&2
 
+# The MySQL sink is tested against Debian's MariaDB, as servers of the tests' own: the package's service stays off.
+.PHONY: mariadb
+mariadb: | java
+	@if [ -x /usr/sbin/mariadbd ]; then exit 0; fi; \
+	if $(is-debian-root); then \
+		[ -e /usr/sbin/policy-rc.d ] || { printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d; \
+			chmod +x /usr/sbin/policy-rc.d; trap 'rm -f /usr/sbin/policy-rc.d' EXIT; }; \
+		$(call debian-install,mariadb-server); exit 0; \
+	fi; \
+	echo "Tests of the MySQL sink are skipped: there is no /usr/sbin/mariadbd (on Debian: apt-get install mariadb-server)." >&2
+
 # The page is tested in a real browser; without one those tests are skipped.
 .PHONY: chromium
 chromium: | java
@@ -76,11 +87,11 @@ jars: $(INSTALLED) java
 	$(BIN)/python -m tests.delta_spark >/dev/null
 
 .PHONY: test
-test: $(INSTALLED) java postgres chromium jars ## run all tests (PROCESSES=n at a time, 2 by default)
+test: $(INSTALLED) java postgres mariadb chromium jars ## run all tests (PROCESSES=n at a time, 2 by default)
 	$(PYTEST)
 
 .PHONY: test-fast
-test-fast: $(INSTALLED) postgres ## run the quick tests, which start neither Spark nor Airflow
+test-fast: $(INSTALLED) postgres mariadb ## run the quick tests, which start neither Spark nor Airflow
 	$(PYTEST) -m "not spark and not airflow and not slow"
 
 .PHONY: lint

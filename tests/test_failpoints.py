@@ -28,7 +28,7 @@ PLACES = sorted(
     {
         name
         for path in Path(airflow_cdc_provider.__file__).parent.rglob("*.py")
-        if "sinks" not in path.parts or "postgres" in path.parts
+        if "sinks" not in path.parts or path.parent.name in ("sinks", "postgres")  # other sinks have walks of their own
         for name in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))
     }
 )

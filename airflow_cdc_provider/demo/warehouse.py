@@ -52,5 +52,24 @@ def _files(started: ExitStack, directory: Path) -> Warehouse:
     return Warehouse(f"Parquet files in {directory}", str(directory), f"  type: files\n  path: {directory}\n")
 
 
-WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {"postgres": _postgres, "files": _files}
+def _mysql(started: ExitStack, directory: Path) -> Warehouse:
+    from airflow_cdc_provider.demo.mariadb import MariadbServer  # late: only this warehouse needs its driver
+
+    server = MariadbServer.create(directory)
+    started.callback(server.stop)
+    server.start()
+    section = "  type: mysql\n  conn_id: shop_mysql\n  mode: mirror\n"
+    return Warehouse(f"MariaDB on port {server.port}", server.dsn, section, {"shop_mysql": server.dsn})
+
+
+def _delta(started: ExitStack, directory: Path) -> Warehouse:
+    return Warehouse(f"Delta tables in {directory}", str(directory), f"  type: delta\n  path: file://{directory}\n")
+
+
+WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {
+    "postgres": _postgres,
+    "mysql": _mysql,
+    "delta": _delta,
+    "files": _files,
+}
 """By the sink's ``type``: what starts such a store in a directory of its own."""

@@ -70,7 +70,7 @@ def alter(session: Session, pipeline: str, target: Target, clauses: Sequence[str
     :raises CannotFollow: when the target does not let it be changed; nothing has happened.
     """
     pymysql = driver()
-    marked = [*clauses, f"COMMENT = {session.literal(comment(pipeline, token))}"]
+    marked = [*clauses, f"COMMENT = '{comment(pipeline, token)}'"]
     failpoint("before-alteration")
     try:
         session.run(f"ALTER TABLE {quoted(target.schema, target.name)} {', '.join(marked)}")

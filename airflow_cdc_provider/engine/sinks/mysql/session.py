@@ -179,10 +179,6 @@ class Session:
         finally:
             self._connection.decoders = decoders
 
-    def literal(self, value: object) -> str:
-        """A value as SQL."""
-        return str(self._connection.literal(value))
-
     def begin(self) -> None:
         """Begin a transaction."""
         self.run("START TRANSACTION")

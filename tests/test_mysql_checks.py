@@ -1,0 +1,95 @@
+"""What preflight says of a MySQL sink, and how its section of the pipeline file is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_cdc_provider.demo.mariadb import MariadbServer
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.findings import Finding
+from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.sinks.mysql.session import Address
+from tests.conftest import SYSTEM_DATABASES, Databases
+from tests.mysql import MysqlPipeline, query
+
+
+def parse(**sink: str) -> Pipeline:
+    source = {"dsn": "postgresql://db/shop", "tables": ["a.b"]}
+    document = {"pipeline": "p", "source": source, "sink": {"type": "mysql", **sink}, "state": "file:///s"}
+    return Pipeline.parse(document, {"AIRFLOW_CONN_DW": "mysql://cdc:se%40cret@dw/"})
+
+
+def findings(pipeline: MysqlPipeline) -> dict[str, Finding]:
+    return {finding.check: finding for finding in preflight(pipeline.pipeline)}
+
+
+def test_a_section_is_read_and_hides_its_password() -> None:
+    for sink in parse(dsn="mysql://cdc:se%40cret@dw").sink, parse(conn_id="dw").sink:
+        assert (sink.type, sink.mode, sink.schema) == ("mysql", "mirror", "{schema}")
+        assert (sink.place, tuple(sink.secrets)) == ("dw:3306", ("se@cret",))
+        assert "cret" not in repr(sink)
+    assert Address.parse("mysql://cdc@h:1/?ssl_ca=/ca.pem").options == {"ssl_ca": "/ca.pem"}
+
+
+@pytest.mark.parametrize(
+    "dsn", ["postgresql://a@b/c", "mysql://b:1", "mysql://a:p@b:x/", "mysql://a:p@c@b", "mysql://a:p@b?x=y"]
+)
+def test_what_is_no_address_is_refused_without_being_shown(dsn: str) -> None:
+    with pytest.raises(ConfigError, match=r"sink\.dsn: the value is not valid"):
+        parse(dsn=dsn)
+
+
+def test_a_target_that_is_fit_is_described_and_left_alone(
+    databases: Databases, mariadb: MariadbServer, tmp_path: Path
+) -> None:
+    pipeline = MysqlPipeline(tmp_path, databases, mariadb, ["public.t"], sink={"schema": "copy"})
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, body text)")
+    found = findings(pipeline)
+    assert all(finding.ok for finding in found.values())
+    assert "CREATE TABLE `copy`.`t` (\n  `id` INT NOT NULL,\n  `body` LONGTEXT" in found["sink tables"].message
+    assert {name for (name,) in query(mariadb, "SHOW DATABASES")} == set(SYSTEM_DATABASES)
+
+
+def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: MariadbServer, tmp_path: Path) -> None:
+    query(mariadb, "CREATE DATABASE shop")
+    query(mariadb, "CREATE TABLE shop.t (id int)")
+    query(mariadb, "INSERT INTO shop.t VALUES (1)")
+    query(mariadb, "CREATE OR REPLACE USER cdc@'127.0.0.1'")
+    query(mariadb, "GRANT SELECT, INSERT ON shop.* TO cdc@'127.0.0.1'")
+    query(mariadb, "SET GLOBAL local_infile = OFF")
+    try:
+        pipeline = MysqlPipeline(tmp_path, databases, mariadb, ["public.t"], sink={"schema": "shop"})
+        pipeline.change(sink={"dsn": mariadb.dsn.replace("root", "cdc")})
+        pipeline.source('CREATE TABLE public.t (id int PRIMARY KEY, a text, "A" text)')
+        found = findings(pipeline)
+    finally:
+        query(mariadb, "SET GLOBAL local_infile = ON")
+        query(mariadb, "DROP USER cdc@'127.0.0.1'")
+    assert {name for name, finding in found.items() if not finding.ok} == {
+        "sink privileges",
+        "sink tables",
+        "target tables",
+    }
+    assert "on databases airflow_cdc, shop" in found["sink privileges"].message
+    assert "GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX ON `shop`.* TO 'cdc'@'127.0.0.1';" in str(
+        found["sink privileges"].error.solution  # type: ignore[union-attr]
+    )
+    assert "have one name for MySQL" in found["sink tables"].message
+    assert "has rows that pipeline" in found["target tables"].message
+    assert found["sink loading"].warning
+
+
+def test_a_server_that_is_away_is_named_without_the_password(databases: Databases, tmp_path: Path) -> None:
+    from airflow_cdc_provider.demo.servers import find_free_port
+
+    dead = MariadbServer(tmp_path, find_free_port(), None, {})  # type: ignore[arg-type]
+    pipeline = MysqlPipeline(tmp_path, databases, dead, ["public.t"])
+    pipeline.change(sink={"dsn": f"mysql://cdc:secret@127.0.0.1:{dead.port}/"})
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)")
+    finding = findings(pipeline)["sink"]
+    assert not finding.ok
+    assert "cannot be reached" in finding.message
+    assert "secret" not in finding.message
