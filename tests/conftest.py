@@ -33,6 +33,8 @@ SESSION_SETTINGS: Mapping[str, str] = {
 }
 
 MARIADB_SETTINGS: Mapping[str, str] = {"innodb_flush_log_at_trx_commit": "0", "innodb_buffer_pool_size": "64M"}
+# What docs/sinks/mysql.md lists.
+MARIADB_PRIVILEGES = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX"
 SYSTEM_DATABASES = ("mysql", "sys", "information_schema", "performance_schema")
 
 # What the pipelines under test run as: no superuser, and no owner of anything but what they create. Only its owner
@@ -172,6 +174,10 @@ def mariadb_server(server_directory: Path) -> Iterator[MariadbServer]:
     if shutil.which("mariadbd", path="/usr/sbin:/usr/bin") is None:
         pytest.skip("no MariaDB server package of the system")
     with MariadbServer.create(server_directory / "mariadb", MARIADB_SETTINGS) as server:
+        with closing(server.connect()) as connection, connection.cursor() as cursor:
+            cursor.execute(f"CREATE USER {PIPELINE_ROLE}@'127.0.0.1'")
+            for name in ("airflow_cdc", "copy", "mirror", "changelog"):
+                cursor.execute(f"GRANT {MARIADB_PRIVILEGES} ON `{name}`.* TO {PIPELINE_ROLE}@'127.0.0.1'")
         yield server
 
 
@@ -181,10 +187,11 @@ def mariadb(mariadb_server: MariadbServer) -> Iterator[MariadbServer]:
     yield mariadb_server
     with closing(mariadb_server.connect()) as connection, connection.cursor() as cursor:
         cursor.execute("SET SESSION lock_wait_timeout = 20")
-        cursor.execute("SELECT id FROM information_schema.processlist WHERE id <> CONNECTION_ID() AND user = 'root'")
+        cursor.execute("SELECT id FROM information_schema.processlist WHERE user IN ('root', 'cdc')")
         for (number,) in cursor.fetchall():
-            with suppress(pymysql.MySQLError):
-                cursor.execute(f"KILL {number}")
+            if number != connection.thread_id():
+                with suppress(pymysql.MySQLError):
+                    cursor.execute(f"KILL {number}")
         cursor.execute("SELECT schema_name FROM information_schema.schemata")
         for (name,) in cursor.fetchall():
             if name not in SYSTEM_DATABASES:

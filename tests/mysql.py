@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from tests.conftest import Databases
+from tests.conftest import PIPELINE_ROLE, Databases
 from tests.pipelines import PipelineUnderTest
 
 
@@ -20,13 +20,18 @@ def query(server: MariadbServer, statement: str) -> list[tuple[Any, ...]]:
 
 
 class MysqlPipeline(PipelineUnderTest):
-    """See :class:`PipelineUnderTest`; the target is a database of ``server``."""
+    """See :class:`PipelineUnderTest`; the target is a database of ``server``, in which the user has but the privileges
+    that are documented: databases ``copy``, ``mirror`` and ``changelog``."""
 
     def __init__(
         self, directory: Path, databases: Databases, server: MariadbServer, tables: list[str], **sections: Any
     ) -> None:
         self.server = server
-        sink = {"type": "mysql", "dsn": server.dsn, **sections.pop("sink", {})}
+        sink = {
+            "type": "mysql",
+            "dsn": server.dsn.replace("//root@", f"//{PIPELINE_ROLE}@"),
+            **sections.pop("sink", {}),
+        }
         super().__init__(directory, databases, tables, sink=sink, **sections)
 
     def target(self, *statements: str) -> None:

@@ -57,25 +57,28 @@ def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: Mariad
     query(mariadb, "CREATE DATABASE shop")
     query(mariadb, "CREATE TABLE shop.t (id int)")
     query(mariadb, "INSERT INTO shop.t VALUES (1)")
-    query(mariadb, "CREATE OR REPLACE USER cdc@'127.0.0.1'")
-    query(mariadb, "GRANT SELECT, INSERT ON shop.* TO cdc@'127.0.0.1'")
+    query(mariadb, "CREATE OR REPLACE USER other@'127.0.0.1'")
+    query(mariadb, "GRANT SELECT, INSERT ON shop.* TO other@'127.0.0.1'")
     query(mariadb, "SET GLOBAL local_infile = OFF")
     try:
         pipeline = MysqlPipeline(tmp_path, databases, mariadb, ["public.t"], sink={"schema": "shop"})
-        pipeline.change(sink={"dsn": mariadb.dsn.replace("root", "cdc")})
+        pipeline.change(sink={"dsn": mariadb.dsn.replace("root", "other")})
         pipeline.source('CREATE TABLE public.t (id int PRIMARY KEY, a text, "A" text)')
         found = findings(pipeline)
     finally:
         query(mariadb, "SET GLOBAL local_infile = ON")
-        query(mariadb, "DROP USER cdc@'127.0.0.1'")
+        query(mariadb, "DROP USER other@'127.0.0.1'")
     assert {name for name, finding in found.items() if not finding.ok} == {
         "sink privileges",
         "sink tables",
         "target tables",
     }
     assert "on databases airflow_cdc, shop" in found["sink privileges"].message
-    assert "GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX ON `shop`.* TO 'cdc'@'127.0.0.1';" in str(
-        found["sink privileges"].error.solution  # type: ignore[union-attr]
+    assert (
+        "GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX ON `shop`.* TO 'other'@'127.0.0.1';"
+        in str(
+            found["sink privileges"].error.solution  # type: ignore[union-attr]
+        )
     )
     assert "have one name for MySQL" in found["sink tables"].message
     assert "has rows that pipeline" in found["target tables"].message
