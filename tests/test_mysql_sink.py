@@ -464,3 +464,32 @@ def test_dropping_leaves_the_target_tables(mariadb: MariadbServer) -> None:
     assert sink.record() is None
     assert staging_tables(mariadb) == 0
     assert rows(mariadb) == [(1, "a", "1.00")]
+
+
+def test_rows_that_are_read_aside_are_of_no_use_once_a_unit_has_passed(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is applied to the table that they would replace, and is not among them."""
+    sink, epoch = prepared(mariadb)
+    sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
+    wider = replace(TABLE, columns=(*TABLE.columns, Column("more", "date", 1082, None, False, True, attnum=4)))
+    after = Target(wider, TARGET.schema, TARGET.name)
+    batch = pa.RecordBatch.from_arrays(
+        [text("5"), text("read"), text("7"), text("2000-01-01")], names=["id", "note", "amount", "more"]
+    )
+    unit = [stage(sink, epoch, [upsert("2", "b", "2")], index=1)]
+    passing = MysqlSink._fill_aside
+
+    def fill(*arguments: object) -> object:
+        filled = passing(*arguments)  # type: ignore[arg-type]
+        assert sink.commit(epoch, 200, 300, unit)
+        return filled
+
+    monkeypatch.setattr(MysqlSink, "_fill_aside", fill)
+    with pytest.raises(StreamFailed, match="0/C8 to 0/12C"):
+        sink.replace(epoch, after, None, iter([batch]), lambda: WATERMARK, TARGET)
+    assert rows(mariadb) == [(1, "a", "1.00"), (2, "b", "2.00")]
+    monkeypatch.undo()
+    assert sink.replace(epoch, after, None, iter([batch]), lambda: WATERMARK, TARGET) == 1
+    assert rows(mariadb) == [(5, "read", "7.00")]
+    assert sink.record().targets == (after,)  # type: ignore[union-attr]

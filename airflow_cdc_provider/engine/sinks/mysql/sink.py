@@ -92,9 +92,9 @@ class MysqlSink(MysqlRecord):
             aside = whole and self._make_room(opened, epoch, target, reread=False)
             if aside:
                 failpoint("before-chunk-staged")
-                count, watermark = self._fill_aside(opened, epoch, target, aside, batches, finish)
+                count, watermark, applied = self._fill_aside(opened, epoch, target, aside, batches, finish)
                 with self._naming_lock(opened):
-                    self._begin(opened, epoch, "update")
+                    self._require_still(applied, self._begin(opened, epoch, "update"), target)
                     if not is_wanted(opened):
                         return None
                     failpoint("before-chunk-prepared")
@@ -148,9 +148,9 @@ class MysqlSink(MysqlRecord):
                 self._lacks(opened, target)  # refuses what is not ours
             aside = keys is None and self._make_room(opened, epoch, target, reread=True)
             if aside:
-                count, watermark = self._fill_aside(opened, epoch, target, aside, batches, finish)
+                count, watermark, applied = self._fill_aside(opened, epoch, target, aside, batches, finish)
                 with self._naming_lock(opened):
-                    self._begin(opened, epoch, "update")
+                    self._require_still(applied, self._begin(opened, epoch, "update"), target)
                     note(opened, watermark, count)
                     announce(opened, self.pipeline, target, "exchange", aside)
                     failpoint("before-reread-commit")
@@ -311,8 +311,11 @@ class MysqlSink(MysqlRecord):
         aside: str,
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
-    ) -> tuple[int, Watermark]:
-        """Copy rows into a table that nobody reads yet, and commit them."""
+    ) -> tuple[int, Watermark, int]:
+        """Copy rows into a table that nobody reads yet, and commit them.
+
+        :returns: their number, what they stand for, and the applied LSN until then.
+        """
         applied = self._begin(opened, epoch, "share")
         statements = TableStatements(opened, target, self.mode)
         count = statements.copy(quoted("airflow_cdc", aside), batches, applied, FIRST_READ)
@@ -320,7 +323,17 @@ class MysqlSink(MysqlRecord):
         watermark = finish()
         opened.commit()
         failpoint("after-aside")
-        return count, watermark
+        return count, watermark, applied
+
+    def _require_still(self, before: int, applied: int, target: Target) -> None:
+        """Refuse rows that have been read before a unit that was committed since: its changes would be lost with the
+        table that they have been applied to."""
+        if applied != before:
+            raise StreamFailed(
+                f"a unit was applied while {target.table.label} was made anew aside,"
+                f" from {format_lsn(before)} to {format_lsn(applied)}",
+                "Start again: the table is read once more.",
+            )
 
     @staticmethod
     def _token() -> str:
