@@ -15,7 +15,8 @@ from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line, insistently, session
 
-_WEEK = 168.0
+RETAINED_HOURS = 168.0
+"""A week, less than which Delta refuses."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Maintained:
     removed: int
 
 
-def maintain(sink: DeltaSink, tables: Collection[str] = (), retained_hours: float = _WEEK) -> list[Maintained]:
+def maintain(sink: DeltaSink, tables: Collection[str] = (), retained_hours: float = RETAINED_HOURS) -> list[Maintained]:
     """Join the small files of a pipeline's target tables, then remove files that are out of reach.
 
     :param tables: labels of source tables; all of the pipeline's by default.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, cast
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from airflow_cdc_provider.engine.section import as_mapping, as_text, one_of
 from airflow_cdc_provider.engine.sinks.settings import Mode
@@ -105,6 +105,15 @@ class DeltaSettings:
         from airflow_cdc_provider.engine.sinks.delta.checks import check
 
         check(self, checks, pipeline, tables)
+
+    def maintain(self, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`.Maintained.maintain`: by ``OPTIMIZE`` and ``VACUUM``."""
+        from airflow_cdc_provider.engine.sinks.delta.maintenance import RETAINED_HOURS, maintain
+        from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+
+        sink = cast(DeltaSink, self.open(pipeline))
+        hours = RETAINED_HOURS if retention is None else retention / 3600
+        return [asdict(table) for table in maintain(sink, retained_hours=hours)]
 
     def dataset(self, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""

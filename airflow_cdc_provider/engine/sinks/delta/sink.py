@@ -371,9 +371,9 @@ class DeltaSink(LakeRecord):
 
     # -- what the record asks -----------------------------------------------------------------------
 
-    def take_epoch(self, owner: str) -> int:
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is carried out, and in the record."""
-        epoch = super().take_epoch(owner)
+        epoch = super().take_epoch(owner, at_least)
         self._append(epoch, "", lambda contents: None)
         return epoch
 

@@ -167,22 +167,22 @@ class MysqlRecord:
             raise Fenced.by(f"pipeline {self.pipeline} in {self._place} is at", current, epoch)
         return int(applied)
 
-    def take_epoch(self, owner: str) -> int:
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.base.Sink.take_epoch`."""
         failpoint("before-epoch")
-        epoch = self._insistently(lambda: self._next_epoch(owner))
+        epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
         failpoint("after-epoch")
         return epoch
 
-    def _next_epoch(self, owner: str) -> int:
+    def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._alone(seconds=sessions.COMMIT_SECONDS) as opened:
             opened.limit_waiting(sessions.COMMIT_SECONDS)
             opened.begin()
             # By the clock, so that no epoch comes twice, whatever becomes of the record in between.
             opened.run(
                 "UPDATE airflow_cdc.pipelines SET owner = %s, epoch = GREATEST(epoch + 1,"
-                " FLOOR(UNIX_TIMESTAMP(NOW(6)) * 1000)) WHERE pipeline = %s",
-                [owner, self.pipeline],
+                " FLOOR(UNIX_TIMESTAMP(NOW(6)) * 1000), %s) WHERE pipeline = %s",
+                [owner, at_least, self.pipeline],
             )
             (epoch,) = opened.one("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
             opened.commit()
