@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine import commands
-from tests.audited import BIG
+from airflow_cdc_provider.engine.errors import Failpoint
+from airflow_cdc_provider.engine.failpoint import VARIABLE
+from tests.audited import AUDITED, BIG, writing
 from tests.conftest import Databases
 from tests.delta_spark import delta_session
 from tests.pipelines import PipelineUnderTest
@@ -147,3 +150,58 @@ def test_ddl_is_followed_and_tables_are_read_again(spark: SparkSession, database
     commands.resnapshot(pipeline.pipeline, tables=["public.t"], where="id <= 2")
     pipeline.apply()
     assert_verified(pipeline)
+
+
+# Where a unit, or the log's entry for it, can break off; steps of chunks and re-reads are tested with the sink.
+PLACES = (
+    *("before-batch-staged", "after-batch-staged", "before-batch-commit", "in-batch-commit", "before-entry"),
+    *("after-entry", "before-step", "before-table-written", "after-table-written", "after-step", "after-batch-commit"),
+)
+
+
+def test_a_changelog_has_everything_once_whatever_breaks_off(
+    spark: SparkSession, databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"], "changelog")
+    pipeline.source(AUDITED)
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source("TRUNCATE public.audit")
+    for n, place in enumerate(PLACES):
+        pipeline.source(
+            f"UPDATE public.t SET body = '{place}' WHERE id % 10 = 0 AND id <= 100",
+            f"UPDATE public.t SET id = {5000 + n} WHERE id = {n + 1}",
+            f"DELETE FROM public.t WHERE id = {1000 + n}",
+        )
+        with monkeypatch.context() as armed:
+            armed.setenv(VARIABLE, f"{place}:error")
+            with pytest.raises(Failpoint, match=place):
+                pipeline.apply()
+    pipeline.apply()
+    found = rows(spark, pipeline, "SELECT _xid, _op, id FROM {t} WHERE _op <> 'r' ORDER BY ALL")
+    assert found == pipeline.source_rows(
+        "SELECT xid::text::bigint, op, coalesce(new_id, old_id) FROM public.audit ORDER BY 1, 2, 3"
+    )
+    assert_verified(pipeline)
+
+
+@pytest.mark.parametrize("place", ["before-table-written", "after-table-written"])
+def test_a_run_that_is_killed_with_its_spark(
+    spark: SparkSession, databases: Databases, tmp_path: Path, place: str
+) -> None:
+    """The first time that it gets there is in a chunk, the fourth in the stream."""
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"])
+    pipeline.source(AUDITED)
+    program = [sys.executable, "-m", "tests.delta_run", str(pipeline.file)]
+    with writing(databases.source):
+        for pass_ in (1, 4):
+            killed = pipeline.start_program(f"run killed {place}", program, f"{place}:kill:{pass_}").wait()
+            assert killed.code == -9, killed.stderr[-2000:]
+    commands.provision(pipeline.pipeline, takeover=True)
+    for chunk in pipeline.record.unfinished:
+        pipeline.copy(chunk.index)
+    pipeline.apply()
+    assert_verified(pipeline)
+    assert rows(spark, pipeline, "SELECT count(*), count(DISTINCT id) FROM {t}") == pipeline.source_rows(
+        "SELECT count(*), count(*) FROM public.t"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +29,7 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sinks.base import MissingValues, RowsNeeded, Staged, StagedPiece, Target, Watermark
-from airflow_cdc_provider.engine.sinks.delta.maintenance import Maintained, maintain
+from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import FIRST_READ, DeltaSink
 from airflow_cdc_provider.engine.stage import END
@@ -416,23 +415,15 @@ def test_files_are_joined_while_units_come(spark: SparkSession, root: Path) -> N
     """OPTIMIZE and MERGE want the same files; whoever comes second begins again."""
     sink, epoch = prepared(root)
     copy(sink, epoch, CHUNK, *((str(n), "a", "0") for n in range(20)))
+    for n in range(2):
+        sink.commit(epoch, 100 + n, 101 + n, [stage(sink, epoch, [upsert(str(n), "b", str(n))])])
     with ThreadPoolExecutor(1) as pool:
-        stop = threading.Event()
-
-        def optimize() -> list[Maintained]:
-            done = []
-            while not stop.is_set():
-                done += maintain(sink, [LABEL])
-            return done
-
-        maintained = pool.submit(optimize)
-        try:
-            for n in range(5):
-                unit = [stage(sink, epoch, [upsert(str(n), "b", str(n)), upsert("9", "b", str(n))], n)]
-                assert sink.commit(epoch, 100 + n, 101 + n, unit)
-        finally:
-            stop.set()
-        assert sum(each.removed for each in maintained.result()) > 1
+        maintained = pool.submit(maintain, sink, [LABEL])
+        for n in range(2, 5):
+            unit = [stage(sink, epoch, [upsert(str(n), "b", str(n)), upsert("9", "b", str(n))])]
+            assert sink.commit(epoch, 100 + n, 101 + n, unit)
+    assert [each.table for each in maintained.result()] == [LABEL]
+    assert sum(each.removed for each in (*maintained.result(), *maintain(sink))) > 1
     assert rows(spark, root, "count(*), sum(amount), count_if(note = 'b')") == [(20, 14, 6)]
     with pytest.raises(TargetConflict, match=r"(?i)retention"):
         maintain(sink, retained_hours=0)

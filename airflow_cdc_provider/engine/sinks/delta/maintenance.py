@@ -52,6 +52,10 @@ def maintain(sink: DeltaSink, tables: Collection[str] = (), retained_hours: floa
 
 def _maintained(sink: DeltaSink, target: Target, retained_hours: float) -> Maintained:
     spark, name = session(dict(sink.conf)), sink.layout.sql_name(target)
+    # VACUUM lists folders in so many tasks: ten thousand by default, however few there are.
+    spark.conf.set(
+        "spark.sql.sources.parallelPartitionDiscovery.parallelism", 4 * spark.sparkContext.defaultParallelism
+    )
     try:
         metrics = insistently(lambda: spark.sql(f"OPTIMIZE {name}").select("metrics.*").collect())[0]
         insistently(lambda: spark.sql(f"VACUUM {name} RETAIN {retained_hours:g} HOURS").collect())

@@ -1,0 +1,34 @@
+"""A run of a pipeline into Delta tables, in a process with a Spark of its own that can be killed: ``FILE``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.run import existing_record
+from airflow_cdc_provider.engine.slot import emit_marker
+from tests.delta_spark import delta_session
+from tests.pipelines import apply_stream, copy_chunk_of
+
+
+def main(file: Path) -> None:
+    """Provision, copy what is not copied, and follow the stream for ever."""
+    pipeline = Pipeline.load(file)
+    with delta_session(1):
+        commands.provision(pipeline, takeover=True)
+        for chunk in existing_record(pipeline).unfinished:
+            copied = copy_chunk_of(pipeline, chunk)
+            if isinstance(copied, CdcError):
+                raise copied
+        while True:
+            with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+                marker = emit_marker(source, "caught-up")
+            apply_stream(pipeline, marker, takeover=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
