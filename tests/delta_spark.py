@@ -18,6 +18,8 @@ from pyspark.sql import SparkSession
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE, DeltaSettings
 
 FOLDER = Path(__file__).parents[1] / ".jars"
+# Another Maven's folder in the home may know of jars that it does not have, which Spark's resolver takes ill.
+HOME = ("JAVA_TOOL_OPTIONS", f"-Duser.home={FOLDER}")
 _FETCH = """
 import sys
 from pyspark.sql import SparkSession
@@ -31,11 +33,8 @@ def delta_jars() -> str:
     """The jars that Spark does not have, fetched if need be, as ``spark.jars`` takes them."""
     done = FOLDER / f"{PACKAGE.replace(':', '_')}.fetched"
     if not done.exists():
-        # Another Maven's folder in the home may know of jars that it does not have, which Spark's resolver takes ill.
-        home = {"JAVA_TOOL_OPTIONS": f"-Duser.home={FOLDER}"}
-        subprocess.run(
-            [sys.executable, "-c", _FETCH, str(FOLDER), PACKAGE], env=os.environ | home, check=True, timeout=300
-        )
+        command = [sys.executable, "-c", _FETCH, str(FOLDER), PACKAGE]
+        subprocess.run(command, env=os.environ | dict([HOME]), check=True, timeout=300)
         done.touch()
     found = [jar for jar in (FOLDER / "jars").glob("*.jar") if jar.name.startswith(("io.delta", "io.unitycatalog"))]
     return ",".join(map(str, sorted(found)))

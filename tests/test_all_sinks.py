@@ -10,7 +10,8 @@ import yaml
 
 from airflow_cdc_provider.demo.warehouse import WAREHOUSES
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest
+from tests.delta_spark import FOLDER, HOME, delta_jars
+from tests.pipelines import SPARK_CONF, PipelineUnderTest
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -24,6 +25,7 @@ def test_every_kind_of_sink_is_filled_and_equal(
         "INSERT INTO public.t SELECT n, 'name ' || n, n / 7.0, now(),"
         " CASE WHEN n % 9 = 0 THEN repeat(md5(n::text), 200) END FROM generate_series(1, 1000) n",
     )
+    monkeypatch.setenv(*HOME)
     with ExitStack() as started:
         sinks = []
         for kind, start in WAREHOUSES.items():
@@ -31,7 +33,8 @@ def test_every_kind_of_sink_is_filled_and_equal(
             sinks.append(yaml.safe_load(warehouse.section))
             for name, uri in warehouse.connections.items():
                 monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)
-        pipeline.change(sink=sinks)
+        pipeline.change(sink=sinks, spark={"conf": {**SPARK_CONF, "spark.jars.ivy": str(FOLDER)}})
+        delta_jars()
         pipeline.run("run")
         pipeline.source(
             "UPDATE public.t SET name = upper(name) WHERE id % 3 = 0",
