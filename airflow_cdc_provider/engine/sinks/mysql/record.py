@@ -1,35 +1,24 @@
 """The commit record of the MySQL sink: tables in the database ``airflow_cdc`` of the target server.
 
-It is the ground truth of a pipeline. Every commit locks the epoch's row, so that taking the epoch waits for commits in
-flight, and an overtaken writer is refused. DDL has a protocol of its own, see :mod:`.pending`.
+It is the ground truth of a pipeline, and changes in the same transaction as the data.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import Blocked, CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.errors import GateClosed, SecondWriter
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
-from airflow_cdc_provider.engine.sinks.mysql.definition import (
-    alteration,
-    columns_of,
-    comment,
-    create_table,
-    differing,
-    told_type,
-)
-from airflow_cdc_provider.engine.sinks.mysql.pending import begin_again, is_pending, settle
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
+from airflow_cdc_provider.engine.sinks.mysql.pending import begin_again
+from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
+from airflow_cdc_provider.engine.sinks.mysql.targets import MysqlTargets
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 _RECORD_TABLES = {
@@ -54,8 +43,6 @@ _SESSIONS = (
     " part VARCHAR(255) NOT NULL"
 )
 
-T = TypeVar("T")
-
 
 def create_record_tables(session: Session) -> None:
     """Create the tables of the commit record, where they are not there yet."""
@@ -70,142 +57,8 @@ def create_record_tables(session: Session) -> None:
 
 
 @dataclass(frozen=True)
-class MysqlRecord:
-    """A pipeline's commit record on a MySQL server.
-
-    :param dsn: see :meth:`.session.Address.parse`.
-    :param pipeline: name of the pipeline.
-    :param mode: ``mirror`` or ``changelog``.
-    :param part: the part of a run whose sessions these are; empty for what is not done by one.
-    """
-
-    dsn: str = field(repr=False)
-    pipeline: str
-    mode: Literal["mirror", "changelog"]
-    part: str = ""
-
-    # -- sessions and transactions -----------------------------------------------------------------
-
-    @property
-    def _place(self) -> str:
-        return Address.parse(self.dsn).place
-
-    @property
-    def _mark(self) -> str:
-        """Of a fixed length, so that no pipeline's names begin with another's."""
-        return hashlib.sha256(self.pipeline.encode()).hexdigest()[:12]
-
-    @contextmanager
-    def _session(self) -> Iterator[Session]:
-        """A session that :meth:`end_sessions` finds."""
-        with session(Address.parse(self.dsn)) as opened:
-            opened.register(self.pipeline, self.part)
-            yield opened
-
-    @contextmanager
-    def _alone(self, epoch: int | None = None, seconds: float | None = None) -> Iterator[Session]:
-        """A session that alone may do DDL; the epoch stays what it is meanwhile.
-
-        :raises Fenced: when ``epoch`` is another's.
-        """
-        with self._session() as opened, self._naming_lock(opened, seconds):
-            if epoch is not None:
-                self._fence(opened, epoch, "")
-            yield opened
-
-    @contextmanager
-    def _naming_lock(self, opened: Session, seconds: float | None = None) -> Iterator[None]:
-        """Hold the lock by name, with nothing pending."""
-        name = f"airflow_cdc_{self._mark}"
-        opened.acquire(name, sessions.LOCK_SECONDS if seconds is None else seconds)
-        try:
-            if opened.exists("airflow_cdc", "pending"):
-                settle(opened, self.pipeline)
-            yield
-        finally:
-            with suppress(Exception):  # it goes with the session at the latest
-                opened.release(name)
-
-    @contextmanager
-    def _transaction(self, epoch: int, lock: Literal["share", "update"]) -> Iterator[tuple[Session, int]]:
-        """A transaction that holds the epoch's row, and the applied LSN; committed at the end of the block.
-
-        :raises Fenced: when the epoch is another's.
-        """
-        with self._session() as opened:
-            applied = self._begin(opened, epoch, lock)
-            yield opened, applied
-            opened.commit()
-
-    def _begin(self, opened: Session, epoch: int, lock: Literal["share", "update"]) -> int:
-        """Begin such a transaction in a session; whatever is pending is settled before."""
-        clause = {"share": "LOCK IN SHARE MODE", "update": "FOR UPDATE"}[lock]
-        while True:
-            opened.begin()
-            applied = self._fence(opened, epoch, clause)
-            if not is_pending(opened, self.pipeline):
-                return applied
-            opened.rollback()
-            with self._naming_lock(opened):
-                pass
-
-    def _fence(self, opened: Session, epoch: int, clause: str) -> int:
-        found = (
-            opened.rows(
-                f"SELECT epoch, applied_lsn FROM airflow_cdc.pipelines WHERE pipeline = %s {clause}", [self.pipeline]
-            )
-            if opened.exists("airflow_cdc", "pipelines")
-            else []
-        )
-        if not found:
-            raise Fenced(
-                f"the sink {self._place} has no commit record of pipeline {self.pipeline} any more",
-                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
-            )
-        ((current, applied),) = found
-        if current != epoch:
-            raise Fenced.by(f"pipeline {self.pipeline} in {self._place} is at", current, epoch)
-        return int(applied)
-
-    def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`."""
-        failpoint("before-epoch")
-        epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
-        failpoint("after-epoch")
-        return epoch
-
-    def _next_epoch(self, owner: str, at_least: int) -> int:
-        with self._alone(seconds=sessions.COMMIT_SECONDS) as opened:
-            opened.limit_waiting(sessions.COMMIT_SECONDS)
-            opened.begin()
-            # By the clock, so that no epoch comes twice, whatever becomes of the record in between.
-            opened.run(
-                "UPDATE airflow_cdc.pipelines SET owner = %s, epoch = GREATEST(epoch + 1,"
-                " FLOOR(UNIX_TIMESTAMP(NOW(6)) * 1000), %s) WHERE pipeline = %s",
-                [owner, at_least, self.pipeline],
-            )
-            (epoch,) = opened.one("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
-            opened.commit()
-            return int(epoch)
-
-    def _insistently(self, step: Callable[[], T]) -> T:
-        """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""
-        try:
-            return step()
-        except Blocked:
-            self.end_sessions()
-            return step()
-
-    def end_sessions(self) -> None:
-        """See :meth:`.base.Sink.end_sessions`."""
-        with session(Address.parse(self.dsn)) as opened:
-            opened.end_others(self.pipeline, self.part)
-
-    @contextmanager
-    def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.base.Sink.fenced`."""
-        with self._transaction(epoch, "share"):
-            yield
+class MysqlRecord(MysqlTargets):
+    """A pipeline's commit record on a MySQL server."""
 
     # -- the record --------------------------------------------------------------------------------
 
@@ -444,135 +297,6 @@ class MysqlRecord:
                 json.dumps((shape or target.table).to_dict()),
             ],
         )
-
-    # -- target tables -----------------------------------------------------------------------------
-
-    @contextmanager
-    def _created(self, opened: Session, targets: Sequence[Target]) -> Iterator[None]:
-        """Create target tables; after an error they are gone again."""
-        made: list[str] = []
-        try:
-            for target in targets:
-                query = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
-                if not opened.rows(query, [target.schema]):
-                    opened.run(f"CREATE DATABASE IF NOT EXISTS {quoted(target.schema)}")
-                name = quoted(target.schema, target.name)
-                opened.run(f"DROP TABLE IF EXISTS {name}")  # one of ours, and empty: see _lacks
-                opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
-                made.append(name)
-            yield
-        except (CdcError, sessions.driver().MySQLError):
-            with suppress(sessions.driver().MySQLError):
-                opened.rollback()
-                for name in made:
-                    opened.run(f"DROP TABLE IF EXISTS {name}")
-            raise
-
-    def _lacks(self, opened: Session, target: Target) -> bool:
-        """Whether a target table has to be created. One that is there is ours, or empty and as it has to be.
-
-        :raises ForeignTable: when it is neither, or another pipeline's.
-        """
-        wanted = create_table(target, self.mode, opened.collation, self.pipeline)
-        label, shown = target.table.label, f"{target.schema}.{target.name}"
-        if opened.exists("airflow_cdc", "tables"):
-            owners = opened.rows(
-                "SELECT DISTINCT pipeline, source_table FROM airflow_cdc.tables"
-                " WHERE target_schema = %s AND target_table = %s",
-                [target.schema, target.name],
-            )
-            others = [repr(owner) for owner, _ in owners if owner != self.pipeline]
-            if others:
-                raise ForeignTable(
-                    f"the target table {shown} belongs to pipeline {', '.join(others)}",
-                    "Give this pipeline another target database (`sink.schema`); or, if the other one is not needed any"
-                    " more, run `airflow-cdc drop` with its file, then try again.",
-                )
-            if (self.pipeline, label) in owners:
-                return not opened.exists(target.schema, target.name)
-        if not opened.exists(target.schema, target.name):
-            return True
-        if opened.rows(f"SELECT 1 FROM {quoted(target.schema, target.name)} LIMIT 1"):
-            raise ForeignTable(
-                f"the target table {shown} exists and has rows that pipeline {self.pipeline!r} did not write",
-                "Empty or drop the table, or give the pipeline another target database (`sink.schema`).",
-            )
-        if not self._differs(opened, target):
-            return False
-        (said,) = opened.one(
-            "SELECT table_comment FROM information_schema.tables WHERE table_schema = %s AND table_name = %s",
-            [target.schema, target.name],
-        )
-        if said == comment(self.pipeline):
-            return True
-        raise ForeignTable(
-            f"the target table {shown} exists, but is not as it has to be ({self._differs(opened, target)})",
-            f"Drop the table, so that it is created, or create it so: {' '.join(wanted.split())}",
-        )
-
-    def _adopt(self, opened: Session, target: Target, start: int) -> None:
-        """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced."""
-        if self.mode == "changelog":
-            self._refuse_older_history(opened, target, start)
-        different = self._differs(opened, target)
-        if different:
-            wanted = create_table(target, self.mode, opened.collation, self.pipeline)
-            raise ForeignTable(
-                f"the target table {target.schema}.{target.name} is not defined as {target.table.label} is now"
-                f" ({different})",
-                f"Drop or rename it, so that it is created, or make it so: {' '.join(wanted.split())}; then run"
-                " `airflow-cdc resnapshot --all`.",
-            )
-
-    def _differs(self, opened: Session, target: Target) -> str:
-        """In what a table is not as it has to be; empty if in nothing."""
-        where = [target.schema, target.name]
-        found = dict(
-            opened.rows(
-                "SELECT column_name, column_type FROM information_schema.columns"
-                " WHERE table_schema = %s AND table_name = %s",
-                where,
-            )
-        )
-        types = {name: told_type(str(kind)) for name, kind in found.items()}
-        different = differing(types, columns_of(target.table, self.mode, opened.collation))
-        if different:
-            return f"columns {', '.join(different)}"
-        (engine,) = opened.one(
-            "SELECT engine FROM information_schema.tables WHERE table_schema = %s AND table_name = %s", where
-        )
-        if str(engine).lower() != "innodb":
-            return f"engine {engine}"
-        key = opened.rows(
-            "SELECT column_name FROM information_schema.statistics"
-            " WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
-            where,
-        )
-        if self.mode == "mirror" and {str(name) for (name,) in key} != set(target.table.key):
-            return "primary key"
-        return ""
-
-    def _refuse_older_history(self, opened: Session, target: Target, point: int) -> None:
-        """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
-        (last,) = opened.one(f"SELECT MAX(_commit_lsn) FROM {quoted(target.schema, target.name)}")
-        if last is not None and int(last) > point:
-            raise GateClosed(
-                f"the changelog {target.schema}.{target.name} has events up to {format_lsn(int(last))}, but the"
-                f" source's log is at {format_lsn(point)}: they are of a history that the source has left, and new ones"
-                " would come before",
-                f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",
-            )
-
-    def _alteration(self, opened: Session, shape: Table, target: Target, rows_stay: bool) -> list[str]:
-        """See :func:`.definition.alteration`."""
-        present = [
-            str(name)
-            for (name,) in opened.rows(
-                "SELECT column_name FROM information_schema.columns WHERE table_schema = %s AND table_name = %s",
-                [target.schema, target.name],
-            )
-        ]
-        return alteration(shape, target, self.mode, opened.collation, present, rows_stay)
 
 
 def _chunk_record(
