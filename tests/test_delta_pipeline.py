@@ -193,9 +193,10 @@ def test_a_run_that_is_killed_with_its_spark(
     pipeline = pipeline_of(tmp_path, databases, ["public.t"])
     pipeline.source(AUDITED)
     program = [sys.executable, "-m", "tests.delta_run", str(pipeline.file)]
+    ours = {"PYTHONPATH": str(Path(__file__).parents[1])}
     with writing(databases.source):
         for pass_ in (1, 4):
-            killed = pipeline.start_program(f"run killed {place}", program, f"{place}:kill:{pass_}").wait()
+            killed = pipeline.start_program(f"run killed {place}", program, f"{place}:kill:{pass_}", ours).wait()
             assert killed.code == -9, killed.stderr[-2000:]
     commands.provision(pipeline.pipeline, takeover=True)
     for chunk in pipeline.record.unfinished:
