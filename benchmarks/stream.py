@@ -236,7 +236,7 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
     clock = Clock(lab, slot, backlog.end)
 
     def stage(pieces: DataFrame, batch: int) -> None:
-        task = Stage(sink, 0, str(batch), targets, {}, 0, dsn)  # type: ignore[arg-type]  # a part of a sink will do
+        task = Stage(sink, sink, 0, str(batch), targets, {}, 0, dsn)  # type: ignore[arg-type]  # a part of a sink will do
         messages: list[Any] = [pickle.loads(row.message) for row in pieces.mapInArrow(task, "message binary").collect()]
         for message in messages:
             if isinstance(message, CdcError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 from psycopg import sql
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import commands, requests
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, Fenced
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, Fenced, SecondWriter
 from airflow_cdc_provider.engine.run import existing_record, sink_of
 from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.several import SeveralRecords
+from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from tests.audited import AUDITED, assert_exactly_once, writing
 from tests.conftest import Databases, as_pipeline_role, create_database
 from tests.pipelines import SECONDS, PipelineUnderTest, copy_chunk_of, query_rows
@@ -41,7 +45,9 @@ class Fanned(PipelineUnderTest):
         self.other = other
         first = {"dsn": databases.pipeline_target}
         second = {"dsn": as_pipeline_role(other), "mode": "changelog"}
-        super().__init__(directory, databases, ["public.t"], sink=[first, second], snapshot={"chunk_rows": 800})
+        super().__init__(
+            directory, databases, ["public.t", "public.u"], sink=[first, second], snapshot={"chunk_rows": 800}
+        )
 
     @property
     def branches(self) -> tuple[Pipeline, ...]:
@@ -79,6 +85,7 @@ class Fanned(PipelineUnderTest):
 def fanned(databases: Databases, other: str, tmp_path: Path) -> Fanned:
     pipeline = Fanned(tmp_path, databases, other)
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, v text)", "INSERT INTO public.t VALUES (1, 'a')")
+    pipeline.source("CREATE TABLE public.u (id int PRIMARY KEY)")
     return pipeline
 
 
@@ -94,9 +101,9 @@ def test_all_get_everything(fanned: Fanned) -> None:
     assert mirror.epoch == changelog.epoch
     result = commands.verify(fanned.pipeline)
     assert result["equal"]
-    assert [table["sink"].rpartition("/")[2] for table in result["tables"]] == [
+    assert {table["sink"].rpartition("/")[2] for table in result["tables"]} == {
         dsn.rpartition("/")[2] for dsn in (fanned.databases.target, fanned.other)
-    ]
+    }
     status = commands.status(fanned.pipeline)
     assert status["consistent"]
     assert [sink["consistent"] for sink in status["sinks"]] == [True, True]
@@ -159,6 +166,67 @@ def test_reading_again_is_done_for_all(fanned: Fanned) -> None:
     fanned.apply()
     fanned.assert_equal()
     assert fanned.other_rows("SELECT _op FROM public.t ORDER BY _commit_lsn, _seq") == [("r",), ("t",), ("r",)]
+
+
+def test_what_waits_for_one_sink_is_not_repeated_in_the_others(fanned: Fanned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The changelog has the table again, and the mirror waits for a lock: the changelog is not given it once more."""
+    fanned.change(sink=fanned.document["sink"][::-1])
+    fanned.filled()
+    monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 0.2)
+    requests.request(fanned.pipeline, ["public.t"], None, name="asked")
+    with psycopg.connect(fanned.databases.target) as locking:
+        locking.execute("LOCK TABLE public.t IN SHARE MODE")
+        for value in range(3):
+            fanned.source(f"INSERT INTO public.u VALUES ({value})")
+            fanned.apply()
+        assert requests.waiting(State(fanned.pipeline.state), "asked")
+    fanned.source("INSERT INTO public.u VALUES (3)")
+    fanned.apply()
+    assert requests.outcome(State(fanned.pipeline.state), "asked")
+    assert fanned.other_rows("SELECT _op, count(*) FROM public.t GROUP BY 1 ORDER BY 1") == [("r", 2), ("t", 1)]
+
+
+def test_columns_that_are_chosen_anew_are_published_once_for_all(fanned: Fanned) -> None:
+    fanned.filled()
+    fanned.source("ALTER TABLE public.t ADD COLUMN w int")
+    fanned.apply()
+    fanned.change(source={"tables": [{"table": "public.t", "columns": ["id", "w"]}, "public.u"]})
+    commands.resnapshot(fanned.pipeline, tables=["public.t"])
+    fanned.source("INSERT INTO public.t VALUES (2, 'b', 7)")
+    fanned.apply()
+    assert fanned.target_rows("SELECT id, w FROM public.t ORDER BY 1") == [(1, None), (2, 7)]
+    assert fanned.other_rows("SELECT id, w FROM public.t WHERE _op = 'i'") == [(2, 7)]
+
+
+class SlowClock:
+    """A sink that takes an epoch by a clock that goes on 550 ms meanwhile."""
+
+    now = 1_000_000
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
+        SlowClock.now += 550
+        self.epoch = max(self.epoch + 1, SlowClock.now, at_least)
+        return self.epoch
+
+
+def test_sinks_that_take_their_time_agree_on_an_epoch() -> None:
+    sinks = [SlowClock() for _ in range(3)]
+    epoch = SeveralRecords(sinks).take_epoch("me")  # type: ignore[arg-type]
+    assert {sink.epoch for sink in sinks} == {epoch}
+
+
+def test_a_sink_that_is_added_beside_a_live_stream_waits_for_its_end(fanned: Fanned) -> None:
+    both = fanned.document["sink"]
+    fanned.change(sink=both[:1])
+    fanned.filled()
+    beat = Heartbeat(Owner("elsewhere", 1, 1), "stream", fanned.record.epoch, time.time(), False, {})
+    write_heartbeat(State(fanned.pipeline.state), beat)
+    fanned.change(sink=both)
+    with pytest.raises(SecondWriter):
+        commands.provision(fanned.pipeline)
 
 
 def test_starting_over_is_done_for_all(fanned: Fanned) -> None:

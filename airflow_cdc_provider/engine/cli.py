@@ -227,6 +227,8 @@ def _status(result: dict[str, Any]) -> str:
         lines.append(f"applied  {result['applied_lsn']}{lag}")
         if not slot and "source" not in result["unreachable"]:
             lines.append("slot     none on the source")
+    if len(result["sinks"]) > 1:
+        lines += [f"sink     {sink['sink']}: applied {sink['applied_lsn']}" for sink in result["sinks"]]
     if slot:
         lines.append(
             f"slot     restart_lsn {slot['restart_lsn']}, confirmed_flush_lsn {slot['confirmed_flush_lsn']},"
@@ -247,16 +249,21 @@ def _restart(restart: dict[str, Any]) -> str:
     return f"attempt {restart['attempt']} of {restart['of']} {f'in {wait} s' if wait else 'now'}"
 
 
+def _named(table: dict[str, Any]) -> str:
+    """A compared table, with its sink where there are several."""
+    return f"{table['table']} in {table['sink']}" if "sink" in table else str(table["table"])
+
+
 def _verify(result: dict[str, Any]) -> str:
     table = text_table(
         ["table", "source rows", "target rows", "equal"],
         [
-            [t["table"], f"{t['source_rows']:,}", f"{t['target_rows']:,}", "yes" if t["equal"] else "NO"]
+            [_named(t), f"{t['source_rows']:,}", f"{t['target_rows']:,}", "yes" if t["equal"] else "NO"]
             for t in result["tables"]
         ],
     )
     lines = [
-        f"{t['table']}: {d['kind']} {json.dumps(d['key'], ensure_ascii=False)}"
+        f"{_named(t)}: {d['kind']} {json.dumps(d['key'], ensure_ascii=False)}"
         for t in result["tables"]
         for d in t["differences"]
     ]

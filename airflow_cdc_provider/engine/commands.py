@@ -105,11 +105,14 @@ def _streaming(state: State) -> bool:
 
 
 def _joining(pipeline: Pipeline) -> list[str]:
-    """Tables that the file has and the record has not."""
-    recorded = {target.table.label for target in existing_record(pipeline).targets}
+    """Tables that the file has and a sink's record has not."""
+    records = [sink_of(branch).record() for branch in pipeline.branches]
+    recorded = [{target.table.label for target in record.targets} for record in records if record is not None]
+    if len(recorded) < len(records):
+        return []  # a sink joins, which no live stream can do for it
     with connected(pipeline.source.dsn) as source:
         tables = resolve(source, pipeline.source.tables, pipeline.sinks[0].mode)
-    return [table.label for table in tables if table.label not in recorded]
+    return [table.label for table in tables if not all(table.label in labels for labels in recorded)]
 
 
 def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
@@ -429,10 +432,12 @@ def resnapshot(
         name = requests.request(pipeline, list(tables), where, request)
         return {"requested": name, "rows": None, "tables": {}}
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
+        written: dict[str, int] = {}
         for each in run.branches:
             barriers = Barriers(PATIENCE_SECONDS)
-            read = {label: reread.read_again(each, label, barriers, where) for label in tables}
-    return {"requested": None, "rows": sum(read.values()), "tables": read}
+            for label in tables:
+                written[label] = max(written.get(label, 0), reread.read_again(each, label, barriers, where))
+    return {"requested": None, "rows": sum(written.values()), "tables": written}
 
 
 def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:

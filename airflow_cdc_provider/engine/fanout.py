@@ -28,11 +28,15 @@ class Fanout:
     """The units of all sinks of a run.
 
     :param record: the commit record, of all sinks as one.
+    :ivar changes: row changes committed; of a batch, those in the sink that lacked most.
+    :ivar tables: the same by table.
     :ivar seconds: time spent in batches that held changes.
     :ivar batch_seconds: the last of them.
     """
 
     def __init__(self, run: Run, record: Record) -> None:
+        self.changes = 0
+        self.tables: Counter[str] = Counter()
         self.seconds = 0.0
         self.batch_seconds: float | None = None
         self._run = run
@@ -45,16 +49,6 @@ class Fanout:
     def applied(self) -> int:
         """LSN durable in all sinks."""
         return min(units.applied for units in self._units)
-
-    @property
-    def changes(self) -> int:
-        """Row changes committed, in each sink."""
-        return self._units[0].changes
-
-    @property
-    def tables(self) -> Counter[str]:
-        """The same by table."""
-        return self._units[0].tables.copy()
 
     @property
     def refusal(self) -> CannotFollow | None:
@@ -95,15 +89,25 @@ class Fanout:
 
         :raises CdcError: when it cannot be brought into one; the others may have it then.
         """
-        started, before = time.monotonic(), self.changes
+        started = time.monotonic()
+        before = [(units.changes, units.tables.copy()) for units in self._units]
         waiting = self.waiting if self._units[0].parted else self._take_requests()
         for units in self._units:
             with self._naming(units.run):
                 units.bring(pieces, batch, waiting)
-        if self.changes > before:
+        gained, tables = max(
+            (
+                (units.changes - had, units.tables - by_table)
+                for units, (had, by_table) in zip(self._units, before, strict=True)
+            ),
+            key=lambda gain: gain[0],
+        )
+        if gained:
+            self.changes += gained
+            self.tables += tables
             self.batch_seconds = time.monotonic() - started
             self.seconds += self.batch_seconds
-            self._run.history.batch(self.changes - before, self.batch_seconds, self.applied)
+            self._run.history.batch(gained, self.batch_seconds, self.applied)
         self._run.lag.advance(self.applied)
 
     @contextmanager
@@ -112,7 +116,7 @@ class Fanout:
         if branch is self._run:
             yield
             return
-        place = f"sink {branch.pipeline.sink.place}"
+        place = f"filling sink {branch.pipeline.sink.place}"
         try:
             yield
         except CdcError as e:

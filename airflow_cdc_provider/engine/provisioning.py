@@ -55,7 +55,8 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
     """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
 
     :returns: the commit record and the slot.
-    :raises CdcError: when something stands in the way; then nothing has been changed.
+    :raises CdcError: when something stands in the way; then nothing has been changed, but for sinks that have begun
+        before one that refuses: the next try takes them up.
     """
     state = State(pipeline.state)
     for branch in pipeline.branches:

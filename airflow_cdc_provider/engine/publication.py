@@ -6,7 +6,8 @@ TRUNCATE of a partition is not sent at all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from psycopg2 import sql
 
@@ -152,17 +153,24 @@ def _same_rows(connection: Connection, leaf: Leaf, captured: str | None, publish
     return one == other
 
 
-def publish_anew(connection: Connection, publication: str, before: Table | None, table: Table) -> dict[str, str]:
+def publish_anew(
+    connection: Connection, publication: str, before: Table | None, table: Table, recorded: Mapping[str, Any]
+) -> dict[str, str]:
     """Publish a table that is going to be read whole, with the columns and condition of its rule.
 
     A publication of somebody else that has all of that, and maybe more columns, stays as it is.
 
     :param before: as it was published until now.
+    :param recorded: the entries that published it then, among others; if it has others by now, the re-read for another
+        sink has published it anew already.
     :returns: see :func:`published_entries`.
     :raises MissingPrivilege: when it is published otherwise, and the role may not change that.
     """
     otherwise = published_otherwise(connection, publication, [table])[1]
     chosen_anew = before is not None and _chosen(before) != _chosen(table)
+    if chosen_anew:
+        now = published_entries(connection, publication, [table])
+        chosen_anew = all(recorded.get(leaf, entry) == entry for leaf, entry in now.items())
     if otherwise or (chosen_anew and _is_ours(connection, publication)):
         # Only what it has now: a leaf that it has had may be another captured table's.
         unpublish(connection, publication, [leaf.oid for leaf in table.leaves])

@@ -128,11 +128,14 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
             continue
         run.capture(tuple(map(TableRule.from_dict, wanted["rules"])))
         rows, error, blocked = dict(wanted.get("rows", {})), wanted.get("error"), []
+        have: dict[str, list[int]] = {label: list(sinks) for label, sinks in wanted.get("have", {}).items()}
         for label in wanted["tables"]:
             try:
-                for branch, barriers in branches:
-                    rows[label] = read_again(branch, label, barriers, wanted["where"])
-                    done = True
+                for number, (branch, barriers) in enumerate(branches):
+                    if number not in have.setdefault(label, []):  # else while it waited for another sink
+                        rows[label] = read_again(branch, label, barriers, wanted["where"])
+                        have[label].append(number)
+                        done = True
             except (Blocked, SchemaChanged) as e:
                 waits = e.message
                 blocked.append(label)
@@ -147,7 +150,8 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
         if not blocked:
             _end(run.state, file, told)
         elif run.state.read(file) == wanted:  # else it has been withdrawn, or left again
-            postponed = wanted | told | {"tables": blocked, "waiting": waits}
+            have = {label: have[label] for label in blocked if have[label]}
+            postponed = wanted | told | {"tables": blocked, "waiting": waits, "have": have}
             if postponed != wanted:
                 run.state.write(file, postponed)
     return done, waits

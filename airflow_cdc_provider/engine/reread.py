@@ -181,7 +181,8 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
         with connected(pipeline.source.dsn) as source:
             table = _defined(source, pipeline, label)
             with run.sink.fenced(run.epoch), naming_holders():  # an overtaken run leaves the publication alone
-                published = publish_anew(source, pipeline.source.publication, before.table if before else None, table)
+                was = before.table if before else None
+                published = publish_anew(source, pipeline.source.publication, was, table, record.identity)
             # Those of leaves that the record does not have yet, so that none it has is without. If the others have
             # changed, nothing goes on until the table has been read.
             known = {entry_key(leaf) for leaf in before.table.leaves} if before is not None else set[str]()

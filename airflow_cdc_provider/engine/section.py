@@ -49,9 +49,10 @@ class Section:
     def _full(self, key: str) -> str:
         return f"{self._path}.{key}" if self._path else key
 
-    def take(self, key: str, check: Callable[[object], T], default: T | None = None) -> T:
+    def take(self, key: str, check: Callable[[object], T], default: T | None = None, *, secret: bool = False) -> T:
         """The checked value of a key; one without a default must be there.
 
+        :param secret: no message may show the value.
         :raises ConfigError: naming the key's path, the value and what would be right.
         """
         self._known.append(key)
@@ -69,7 +70,7 @@ class Section:
         try:
             return check(value)
         except ValueError as e:
-            shown = "the value" if key == "dsn" else repr(value)  # a DSN may hold a password
+            shown = "the value" if secret else repr(value)
             raise ConfigError(f"{self._full(key)}: {shown} is not valid", f"Give {e}.") from None
 
     def section(self, key: str) -> Section:
@@ -126,7 +127,7 @@ class Section:
             return ""
         if "conn_id" not in self._values:
             self._known.append("conn_id")
-            return self.take("dsn", check)
+            return self.take("dsn", check, secret=True)  # it may hold a password
         self._known.append("dsn")
         conn_id = self.take("conn_id", as_text)
         variable = f"AIRFLOW_CONN_{conn_id.upper()}"

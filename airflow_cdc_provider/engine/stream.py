@@ -157,7 +157,7 @@ class StreamJob:
             units.applied,
             units.changes,
             units.seconds,
-            units.tables,
+            units.tables.copy(),
             units.batch_seconds,
             units.waiting or self._unseen,
         )

@@ -85,10 +85,11 @@ class CdcVerifyOperator(CdcOperator):
             result = commands.verify(load_pipeline(self.pipeline).pipeline)
         for table in result["tables"]:
             self.log.info(
-                "%s: %s rows in the source, %s in the sink, %s.",
+                "%s: %s rows in the source, %s in the sink%s, %s.",
                 table["table"],
                 table["source_rows"],
                 table["target_rows"],
+                f" {table['sink']}" if "sink" in table else "",
                 "equal" if table["equal"] else "different",
             )
         if not result["equal"]:
@@ -138,6 +139,7 @@ class CdcMaintainOperator(CdcOperator):
 
 
 def _remedy(tables: Sequence[str]) -> str:
+    tables = list(dict.fromkeys(tables))  # of several sinks more than one may differ
     options = " ".join(f"--table {table}" for table in tables)
     return (
         f"To repair the copy trigger the Dag cdc_resnapshot with Tables: {', '.join(tables)}; a Condition limits it to"
@@ -150,7 +152,8 @@ def _describe_difference(table: Mapping[str, Any]) -> str:
     shown = [f"{difference['kind']} {_describe_key(difference['key'])}" for difference in differences]
     more = table.get("difference_count", len(shown)) - _DIFFERENCES_SHOWN
     listed = ", ".join([*shown[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])])
-    return f"{table['table']}: {table['source_rows']} rows in the source, {table['target_rows']} in the sink: {listed}"
+    sink = f"the sink {table['sink']}" if "sink" in table else "the sink"
+    return f"{table['table']}: {table['source_rows']} rows in the source, {table['target_rows']} in {sink}: {listed}"
 
 
 def _describe_key(key: object) -> str:

@@ -11,7 +11,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import StagingLost, StreamFailed
 from airflow_cdc_provider.engine.reading import SnapshotReader
-from airflow_cdc_provider.engine.sinks import postgres
+from airflow_cdc_provider.engine.sinks.postgres import sink as postgres
 from airflow_cdc_provider.engine.snapshot import copy_chunk
 from tests.pipelines import chunk_task, copy_chunk_of, transaction
 from tests.races.scene import SECONDS, Make, Mode, await_waiting

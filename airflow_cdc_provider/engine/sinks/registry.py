@@ -31,12 +31,14 @@ def sink_types() -> tuple[str, ...]:
 def sink_settings(name: str) -> type[SinkSettings]:
     """The class of a kind of sinks.
 
-    :raises ConfigError: when its package cannot be imported.
+    :raises ConfigError: when there is none of that name, or its package cannot be imported.
     """
     if name in _OURS:
         module = importlib.import_module(f"airflow_cdc_provider.engine.sinks.{name}.settings")
         return cast("type[SinkSettings]", getattr(module, _OURS[name]))
-    found = _others()[name]
+    found = _others().get(name)
+    if found is None:
+        raise ConfigError(f"sink.type: {name!r} is not valid", f"Give one of {', '.join(sink_types())}.")
     try:
         return cast("type[SinkSettings]", found.load())
     except (ImportError, AttributeError) as e:

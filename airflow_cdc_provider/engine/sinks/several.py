@@ -14,7 +14,8 @@ from typing import Any
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, CommitRecord, Record
 
-# Epochs are milliseconds: the clocks of all sinks agree on one that lies this far ahead of the fastest.
+# Epochs are milliseconds: the clocks of all sinks agree on one that lies this far ahead of the fastest; further each
+# time, until taking it in all of them is quicker.
 _AHEAD = 1000
 
 
@@ -39,11 +40,13 @@ class SeveralRecords:
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.CommitRecord.take_epoch`: the same number in all of them."""
+        ahead = _AHEAD
         while True:
             taken = [sink.take_epoch(owner, at_least) for sink in self.sinks]
             if len(set(taken)) == 1:
                 return taken[0]
-            at_least = max(taken) + _AHEAD
+            at_least = max(taken) + ahead
+            ahead *= 2
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
