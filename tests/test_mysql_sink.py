@@ -378,6 +378,37 @@ def test_rows_come_back_as_postgres_writes_them(mariadb: MariadbServer) -> None:
     assert found.column("id").to_pylist() == ["2"]
 
 
+@pytest.mark.parametrize(("kind", "first", "width"), [("numeric(30,0)", 10**20, 1), ("bigint", 1 << 60, 2)])
+def test_keys_of_many_digits_are_not_taken_for_their_neighbours(
+    mariadb: MariadbServer, kind: str, first: int, width: int
+) -> None:
+    """Compared with texts they would be floating point numbers, and the neighbours' rows deleted with theirs."""
+    names = [f"k{n}" for n in range(width)]
+    columns = [Column(name, kind, 0, None, True, True, attnum=n) for n, name in enumerate(names, 1)]
+    columns.append(Column("note", "text", 25, None, False, True, attnum=width + 1))
+    target = Target(replace(TABLE, columns=tuple(columns), key=tuple(names)), TARGET.schema, TARGET.name)
+    sink = MysqlSink(mariadb.dsn, "p", "mirror")
+    sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
+    epoch = sink.take_epoch("test")
+
+    def read(keys: Sequence[tuple[str, ...]], note: str) -> pa.RecordBatch:
+        return pa.RecordBatch.from_arrays(
+            [*(text(*part) for part in zip(*keys, strict=True)), text(*[note] * len(keys))], names=[*names, "note"]
+        )
+
+    every = [(str(first + n), *["-1"] * (width - 1)) for n in range(500)]
+    chunk = Chunk(LABEL, 0, None, None)
+    sink.write_chunk(epoch, target, chunk, ORIGIN, iter([read(every, "chunk")]), lambda: WATERMARK)
+    half = every[::2]
+    sink.replace(epoch, target, frozenset(half), iter([read(half, "again")]), lambda: WATERMARK, target)
+    found = pa.Table.from_batches(sink.rows(target)).to_pylist()
+    assert sorted((row["k0"], row["note"]) for row in found) == [
+        (key[0], "chunk" if n % 2 else "again") for n, key in enumerate(every)
+    ]
+    found = pa.Table.from_batches(sink.rows(target, half)).to_pylist()
+    assert sorted(tuple(row[name] for name in names) for row in found) == half
+
+
 def test_pieces_of_the_log_are_kept_until_they_are_discarded(mariadb: MariadbServer) -> None:
     sink, epoch = prepared(mariadb)
     data = bytes(range(256)) * 9000

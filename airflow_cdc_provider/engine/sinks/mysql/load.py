@@ -160,7 +160,12 @@ def _cell(texts: pa.Array, kind: Kind) -> pa.Array:
 
 
 def _literal(texts: pa.Array, kind: Kind) -> pa.Array:
-    """A value as SQL; NULL as null."""
+    """A value as SQL; NULL as null.
+
+    :param texts: what :func:`_loaded` has let through: of exact numbers nothing but digits, a sign and a point.
+    """
+    if kind.exact:
+        return texts
     if kind.hexadecimal:
         return join_texts("X'", texts, "'")
     escaped = texts if kind.plain else pc.replace_substring(pc.replace_substring(texts, "\\", "\\\\"), "'", "''")
