@@ -366,6 +366,37 @@ def test_a_value_that_the_target_cannot_hold_is_refused_and_not_changed(mariadb:
     assert rows(mariadb) == []
 
 
+def test_what_a_session_means_does_not_depend_on_the_server_s_settings(mariadb: MariadbServer) -> None:
+    """With these a value was cut without a warning, and whole statements were refused or broken off."""
+    harsh = {
+        "max_error_count": 0,
+        "sql_notes": 0,
+        "wait_timeout": 1,
+        "net_read_timeout": 1,
+        "net_write_timeout": 1,
+        "sql_safe_updates": 1,
+        "max_statement_time": 0.001,
+        "idle_transaction_timeout": 1,
+        "idle_write_transaction_timeout": 1,
+    }
+    sink, epoch = prepared(mariadb)
+    query(mariadb, "ALTER TABLE `copy`.`Ord ers` MODIFY note VARCHAR(3)")
+    before = query(mariadb, f"SELECT {', '.join(f'@@GLOBAL.{name}' for name in harsh)}")[0]
+    query(mariadb, "SET " + ", ".join(f"GLOBAL {name} = {value}" for name, value in harsh.items()))
+    try:
+        with sink._session() as opened:
+            assert opened.rows(f"SELECT {', '.join(f'@@SESSION.{name}' for name in harsh)}") == [
+                (64, 1, 28800, 3600, 3600, 0, 0, 0, 0)
+            ]
+        batch = pa.RecordBatch.from_arrays([text("5"), text("long"), text("7")], names=["id", "note", "amount"])
+        with pytest.raises(ValueRefused, match="note"):
+            sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+    finally:
+        restored = ", ".join(f"GLOBAL {name} = {value}" for name, value in zip(harsh, before, strict=True))
+        query(mariadb, f"SET {restored}")
+    assert rows(mariadb) == []
+
+
 def test_rows_come_back_as_postgres_writes_them(mariadb: MariadbServer) -> None:
     sink, epoch = prepared(mariadb)
     sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1.5"), upsert("2", None, "-0.25")])])

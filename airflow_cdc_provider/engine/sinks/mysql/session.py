@@ -43,6 +43,21 @@ CONNECT_SECONDS = 10
 
 _MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION,NO_AUTO_VALUE_ON_ZERO"
 _POSTGRES_MODE = f"{_MODE},ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
+# Without warnings nobody would hear of what LOAD DATA LOCAL changes. A session may idle while the source is read.
+_SETTINGS: Mapping[str, str | int] = {
+    "sql_mode": f"'{_MODE}'",
+    "time_zone": "'+00:00'",
+    "foreign_key_checks": 1,
+    "unique_checks": 1,
+    "sql_notes": 1,
+    "max_error_count": 64,
+    "sql_safe_updates": 0,
+    "wait_timeout": 28_800,
+    "net_read_timeout": 3_600,
+    "net_write_timeout": 3_600,
+}
+_MARIADB_SETTINGS = {"max_statement_time": 0, "idle_transaction_timeout": 0, "idle_write_transaction_timeout": 0}
+_MYSQL_SETTINGS = {"max_execution_time": 0}
 _DEFAULT_PORT = 3306
 _OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "unix_socket"})
 
@@ -147,7 +162,8 @@ class Session:
         self.version = version
         self.collation = "utf8mb4_nopad_bin" if self.mariadb else "utf8mb4_0900_bin"
         self.run(f"SET NAMES utf8mb4 COLLATE {self.collation}")
-        self.run(f"SET SESSION sql_mode = '{_MODE}', time_zone = '+00:00', foreign_key_checks = 1, unique_checks = 1")
+        settings = _SETTINGS | (_MARIADB_SETTINGS if self.mariadb else _MYSQL_SETTINGS)
+        self.run(f"SET SESSION {', '.join(f'{name} = {value}' for name, value in settings.items())}")
         self.run("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         self.limit_waiting(LOCK_SECONDS)
 
