@@ -11,6 +11,7 @@ MEMORY engine, which is as lasting as the numbers are: it is empty after a resta
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from airflow_cdc_provider.engine.errors import (
     ConnectionFailed,
     LimitExceeded,
     MissingPrivilege,
+    ServerNotReady,
     StreamFailed,
     TargetConflict,
     ValueRefused,
@@ -58,6 +60,7 @@ _SETTINGS: Mapping[str, str | int] = {
 }
 _MARIADB_SETTINGS = {"max_statement_time": 0, "idle_transaction_timeout": 0, "idle_write_transaction_timeout": 0}
 _MYSQL_SETTINGS = {"max_execution_time": 0}
+_OLDEST = {True: (10, 6, 0), False: (8, 0, 17)}
 _DEFAULT_PORT = 3306
 _OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "unix_socket"})
 
@@ -151,6 +154,11 @@ def quoted(*names: str) -> str:
     return ".".join("`" + name.replace("`", "``") + "`" for name in names)
 
 
+def literally(sql: str) -> str:
+    """SQL for a statement with parameters, in which a ``%`` stands for one."""
+    return sql.replace("%", "%%")
+
+
 class Session:
     """A connection that is set as described above; statements outside of transactions commit by themselves."""
 
@@ -160,9 +168,10 @@ class Session:
         version = str(self.one("SELECT VERSION()")[0])
         self.mariadb = "mariadb" in version.lower()
         self.version = version
+        require_version(version, self.mariadb)
         self.collation = "utf8mb4_nopad_bin" if self.mariadb else "utf8mb4_0900_bin"
         self.run(f"SET NAMES utf8mb4 COLLATE {self.collation}")
-        settings = _SETTINGS | (_MARIADB_SETTINGS if self.mariadb else _MYSQL_SETTINGS)
+        settings = {**_SETTINGS, **(_MARIADB_SETTINGS if self.mariadb else _MYSQL_SETTINGS)}
         self.run(f"SET SESSION {', '.join(f'{name} = {value}' for name, value in settings.items())}")
         self.run("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         self.limit_waiting(LOCK_SECONDS)
@@ -284,8 +293,10 @@ class Session:
                 )
             time.sleep(0.02)
         self.run(
-            "DELETE FROM airflow_cdc.sessions WHERE id <> CONNECTION_ID()"
-            " AND id NOT IN (SELECT id FROM information_schema.processlist)"
+            # Those of others' pipelines may be alive, and unseen for want of a privilege.
+            "DELETE FROM airflow_cdc.sessions WHERE id <> CONNECTION_ID() AND pipeline = %s"
+            " AND id NOT IN (SELECT id FROM information_schema.processlist)",
+            [pipeline],
         )
 
     def close(self) -> None:
@@ -296,6 +307,20 @@ class Session:
             self.unregister()
         with suppress(pymysql.MySQLError, OSError):
             self._connection.close()
+
+
+def require_version(version: str, mariadb: bool) -> None:
+    """Refuse a server in which DDL is not atomic, or that lacks the collation of our sessions.
+
+    :param version: as the server tells it.
+    :raises ServerNotReady: when it is too old.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if not found or tuple(int(part or 0) for part in found.groups()) < _OLDEST[mariadb]:
+        raise ServerNotReady(
+            f"the sink runs {version}, in which DDL is not atomic, or a collation that does not pad is missing",
+            "Take MariaDB 10.6 or MySQL 8.0.17 or newer.",
+        )
 
 
 def _whole(seconds: float) -> int:
@@ -313,7 +338,7 @@ def session(address: Address) -> Iterator[Session]:
         connection = address.connect()
     except (pymysql.MySQLError, OSError, RuntimeError) as e:
         raise ConnectionFailed(
-            f"{address.place} cannot be reached, or refuses the login: {_said(e)}",
+            f"{address.place} cannot be reached, or refuses the login: {said(e)}",
             "Check host, port, user and password of `sink.dsn`, and that the server runs.",
         ) from e
     opened: Session | None = None
@@ -329,7 +354,7 @@ def session(address: Address) -> Iterator[Session]:
             connection.close()
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """The server's words."""
     return " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
 
@@ -337,6 +362,11 @@ def _said(error: BaseException) -> str:
 def code_of(error: BaseException) -> int:
     """The server's number for an error; 0 when the connection is closed."""
     return error.args[0] if error.args and isinstance(error.args[0], int) else 0
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same statement may do what it has to at another time, or with another privilege."""
+    return code_of(error) in _LOCKED | _LOST | _READ_ONLY | _DENIED
 
 
 def is_unknown_table(error: BaseException) -> bool:
@@ -349,36 +379,38 @@ def failure(error: BaseException, place: str, held: Session | None = None) -> Cd
 
     :param held: the session in which it happened, if it lives.
     """
-    code, said = code_of(error), _said(error)
+    code, words = code_of(error), said(error)
     if code in _LOCKED:
         return Blocked(
-            f"a lock on {place} was not to be had: {said}{_holders(held)}",
+            f"a lock on {place} was not to be had: {words}{_holders(held)}",
             "End these transactions, or wait for them; then start again.",
         )
     if code in _READ_ONLY:
         return ConnectionFailed(
-            f"the sink {place} takes no writes: {said}", "Point `sink.dsn` at the primary, or let it take writes."
+            f"the sink {place} takes no writes: {words}", "Point `sink.dsn` at the primary, or let it take writes."
         )
     if code in _DENIED:
-        return MissingPrivilege(f"the sink {place} refuses: {said}", "Grant the user what `docs/sinks/mysql.md` lists.")
+        return MissingPrivilege(
+            f"the sink {place} refuses: {words}", "Grant the user what `docs/sinks/mysql.md` lists."
+        )
     if code in _CONFLICTS:
         return TargetConflict(
-            f"a target table on {place} refuses a change of the source: {said}",
+            f"a target table on {place} refuses a change of the source: {words}",
             "Rows of different tables are applied one table after the other, and many transactions at once: drop the"
             " constraint, the unique index or the trigger that refuses them, then start again.",
         )
     if code in _VALUES:
         return ValueRefused(
-            f"a target table on {place} cannot hold a value: {said}",
+            f"a target table on {place} cannot hold a value: {words}",
             "Nothing of the unit was applied. Give the column the type that `airflow-cdc` creates it with, then start"
             " again.",
         )
     if code == 1153:
-        return LimitExceeded(f"a row is larger than {place} takes: {said}", LimitExceeded.remedy)
+        return LimitExceeded(f"a row is larger than {place} takes: {words}", LimitExceeded.remedy)
     if code in _LOST:
-        return StreamFailed(f"the session on {place} has ended: {said}", "Start again: what has been committed stays.")
+        return StreamFailed(f"the session on {place} has ended: {words}", "Start again: what has been committed stays.")
     return StreamFailed(
-        f"{place}: {said} ({code})",
+        f"{place}: {words} ({code})",
         "If it persists, look at the server's log. Start again: what has been committed stays.",
     )
 
