@@ -75,7 +75,7 @@ def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: Mariad
     }
     assert "on databases airflow_cdc, shop" in found["sink privileges"].message
     assert (
-        "GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX ON `shop`.* TO 'other'@'127.0.0.1';"
+        "GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX, TRIGGER ON `shop`.* TO 'other'@'127.0.0.1';"
         in str(
             found["sink privileges"].error.solution  # type: ignore[union-attr]
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import (
     Blocked,
+    CannotFollow,
     CdcError,
     Failpoint,
     Fenced,
     ForeignTable,
     GateClosed,
     LimitExceeded,
+    ServerNotReady,
     StagingLost,
     StreamFailed,
     TargetConflict,
@@ -37,7 +40,7 @@ from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.mysql.tables import FIRST_READ
 from airflow_cdc_provider.engine.stage import END
 from airflow_cdc_provider.engine.visibility import Snapshot
-from tests.conftest import SYSTEM_DATABASES
+from tests.conftest import PIPELINE_ROLE, SYSTEM_DATABASES
 
 TABLE = Table(
     oid=7,
@@ -555,3 +558,243 @@ def test_rows_that_are_read_aside_are_of_no_use_once_a_unit_has_passed(
     assert sink.replace(epoch, after, None, iter([batch]), lambda: WATERMARK, TARGET) == 1
     assert rows(mariadb) == [(5, "read", "7.00")]
     assert sink.record().targets == (after,)  # type: ignore[union-attr]
+
+
+WIDER = Target(
+    replace(TABLE, columns=(*TABLE.columns, Column("more", "date", 1082, None, False, True, attnum=4))),
+    TARGET.schema,
+    TARGET.name,
+)
+"""The target under a definition for which it is made anew."""
+
+
+def read_anew(*keys: str) -> Iterator[pa.RecordBatch]:
+    columns = [text(*keys), text(*["read"] * len(keys)), text(*["7"] * len(keys)), text(*["2000-01-01"] * len(keys))]
+    yield pa.RecordBatch.from_arrays(columns, names=["id", "note", "amount", "more"])
+
+
+def tables_aside(server: MariadbServer) -> int:
+    found = "SELECT COUNT(*) FROM information_schema.tables WHERE table_schema = 'airflow_cdc'"
+    return int(str(query(server, rf"{found} AND table_name LIKE 'aside\_%'")[0][0]))
+
+
+@pytest.mark.parametrize("before", [TARGET, None])
+def test_a_table_filled_aside_that_is_gone_takes_no_place(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, before: Target | None
+) -> None:
+    """Its rows would stand in the record as read, and be nowhere."""
+    sink, epoch = prepared(mariadb)
+    if before is None:
+        sink.forget(epoch, [LABEL])
+        query(mariadb, "DROP TABLE `copy`.`Ord ers`")
+    else:
+        sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
+    filling = MysqlSink._fill_aside
+
+    def fill(*arguments: object) -> object:
+        filled = filling(*arguments)  # type: ignore[arg-type]
+        sink.sweep(epoch)
+        return filled
+
+    recorded = sink.record()
+    monkeypatch.setattr(MysqlSink, "_fill_aside", fill)
+    with pytest.raises(StagingLost, match=r"aside_.* is gone"):
+        sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, before)
+    assert sink.record() == recorded
+    monkeypatch.undo()
+    sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, before)
+    assert rows(mariadb) == [(5, "read", "7.00")]
+
+
+def test_a_trigger_made_while_a_table_is_read_aside_is_named(mariadb: MariadbServer) -> None:
+    sink, epoch = prepared(mariadb)
+    sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
+
+    def reading() -> Iterator[pa.RecordBatch]:
+        query(mariadb, "CREATE TRIGGER `copy`.mine BEFORE INSERT ON `copy`.`Ord ers` FOR EACH ROW SET @x = 1")
+        yield from read_anew("5")
+
+    with pytest.raises(CannotFollow, match="would be lost: mine"):
+        sink.replace(epoch, WIDER, None, reading(), lambda: WATERMARK, TARGET)
+    assert rows(mariadb) == [(1, "a", "1.00")]
+    assert query(mariadb, "SELECT * FROM airflow_cdc.pending") == []
+    query(mariadb, "DROP TRIGGER `copy`.mine")
+    sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, TARGET)
+    assert rows(mariadb) == [(5, "read", "7.00")]
+
+
+def broken_off(sink: MysqlSink, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange that has been announced, and not been done."""
+    sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
+    monkeypatch.setenv(VARIABLE, "before-exchange:error")
+    with pytest.raises(Failpoint):
+        sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, TARGET)
+    monkeypatch.delenv(VARIABLE)
+
+
+def test_what_keeps_an_announced_exchange_from_being_done_is_named(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, epoch = prepared(mariadb)
+    broken_off(sink, epoch, monkeypatch)
+    query(mariadb, "CREATE TRIGGER `copy`.mine BEFORE INSERT ON `copy`.`Ord ers` FOR EACH ROW SET @x = 1")
+    with pytest.raises(CannotFollow, match=r"copy\.Ord ers cannot make room .*[Tt]rigger") as refused:
+        sink.take_epoch("next")
+    assert "a trigger on copy.Ord ers" in refused.value.solution
+    query(mariadb, "DROP TRIGGER `copy`.mine")
+    sink.take_epoch("next")
+    assert rows(mariadb) == [(5, "read", "7.00")]
+    assert tables_aside(mariadb) == 0
+
+
+def test_a_foreign_key_from_elsewhere_to_a_table_made_anew_is_named(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes with the old table, which nobody can drop then."""
+    sink, epoch = prepared(mariadb)
+    broken_off(sink, epoch, monkeypatch)
+    query(mariadb, "CREATE DATABASE child")
+    query(mariadb, "CREATE TABLE child.k (n bigint, FOREIGN KEY (n) REFERENCES `copy`.`Ord ers` (id)) ENGINE=InnoDB")
+    try:
+        for _ in range(2):
+            with pytest.raises(TargetConflict, match=r"airflow_cdc\.aside_\w+_old, which was copy\.Ord ers"):
+                sink.take_epoch("next")
+    finally:
+        query(mariadb, "DROP TABLE child.k")  # which keeps the databases from being dropped
+    sink.take_epoch("next")
+    assert rows(mariadb) == [(5, "read", "7.00")]
+    assert tables_aside(mariadb) == 0
+    assert sink.record().targets == (WIDER,)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("place", ["before-exchange", "after-exchange"])
+def test_a_table_that_is_about_to_take_its_place_is_not_missing(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It is recorded as read already; whoever asks after a crash may be the first to come."""
+    sink = MysqlSink(mariadb.dsn, "p", "mirror")
+    sink.prepare([], [], IDENTITY, 100)
+    epoch = sink.take_epoch("test")
+    query(mariadb, "CREATE DATABASE `copy`")
+    monkeypatch.setenv(VARIABLE, f"{place}:error")
+    with pytest.raises(Failpoint):
+        sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, None)
+    monkeypatch.delenv(VARIABLE)
+    record = sink.record()
+    assert record is not None
+    assert record.targets == (WIDER,)
+    assert sink.missing(record.targets) == ()
+    assert rows(mariadb) == [(5, "read", "7.00")]
+
+
+@pytest.mark.parametrize("place", ["after-alteration", "before-default-dropped"])
+def test_an_alteration_that_breaks_off_leaves_no_default(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """By it rows from before get the new column's value; events without values are not to have it, nor later ones."""
+    sink, epoch = prepared(mariadb, "changelog")
+    batch = pa.RecordBatch.from_arrays([text("1"), text("a"), text("1")], names=["id", "note", "amount"])
+    sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+    sink.replace(epoch, TARGET, None, iter([batch]), lambda: WATERMARK, TARGET)
+    extra = Column("extra", "text", 25, None, False, True, attnum=4, missing="given")
+    after = Target(replace(TABLE, columns=(*TABLE.columns, extra)), TARGET.schema, TARGET.name)
+    monkeypatch.setenv(VARIABLE, f"{place}:error")
+    with pytest.raises(Failpoint):
+        sink.redefine(epoch, TARGET, after)
+    monkeypatch.delenv(VARIABLE)
+    epoch = sink.take_epoch("next")
+    assert sink.record().targets == (after,)  # type: ignore[union-attr]
+    sink.replace(epoch, after, frozenset({("1",)}), iter([]), lambda: WATERMARK, after)
+    query(mariadb, "INSERT INTO `copy`.`Ord ers` (_op, _commit_lsn, _seq) VALUES ('r', 999, 1)")
+    assert query(mariadb, "SELECT _op, id, extra FROM `copy`.`Ord ers` ORDER BY _commit_lsn, _seq") == [
+        ("r", 1, "given"),
+        ("t", None, None),
+        ("r", 1, "given"),
+        ("d", 1, None),
+        ("r", None, None),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_names_may_have_any_characters(mariadb: MariadbServer, mode: str) -> None:
+    names = ["id", "100%s", "%(a)s `%d`"]
+    columns = tuple(replace(column, name=name) for column, name in zip(TABLE.columns, names, strict=True))
+    target = Target(replace(TABLE, columns=columns), "100%s", "%d `%s`")
+    sink = MysqlSink(mariadb.dsn, "p", mode)  # type: ignore[arg-type]
+    sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
+    epoch = sink.take_epoch("test")
+    batch = pa.RecordBatch.from_arrays([text("1"), text("a%s"), text("1.00")], names=names)
+    sink.write_chunk(epoch, target, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+    for keys in None, frozenset({("1",)}):
+        sink.replace(epoch, target, keys, iter([batch]), lambda: WATERMARK, target)
+    found = pa.Table.from_batches(sink.rows(target)).to_pylist()
+    kept = {"mirror": "r", "changelog": "rtrdr"}[mode]
+    assert [event.get("_op", "r") for event in sorted(found, key=lambda event: int(event.get("_seq", 0)))] == [*kept]
+    assert all(
+        tuple(event[name] for name in names) == ("1", "a%s", "1.00")
+        for event in found
+        if event.get("_op") in (None, "r")
+    )
+
+
+def test_sessions_of_others_that_cannot_be_seen_are_not_forgotten(mariadb: MariadbServer) -> None:
+    """Another pipeline of another user may still be alive, and has to be found when its epoch is taken."""
+    sink, _ = prepared(mariadb)
+    ours = replace(sink, dsn=mariadb.dsn.replace("root", PIPELINE_ROLE))
+    with replace(sink, pipeline="q")._session() as other:
+        ours.end_sessions()
+        assert query(mariadb, "SELECT pipeline FROM airflow_cdc.sessions") == [("q",)]
+        assert alive(other)
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (
+            "id varchar(768) COLLATE utf8mb4_bin NOT NULL PRIMARY KEY, note longtext",
+            "collation utf8mb4_bin of column id",
+        ),
+        (
+            "id varchar(768) COLLATE utf8mb4_nopad_bin NOT NULL PRIMARY KEY, note longtext CHARACTER SET utf8mb3",
+            "character set utf8mb3 of column note",
+        ),
+    ],
+)
+def test_a_table_in_which_texts_would_be_others_is_refused(mariadb: MariadbServer, column: str, said: str) -> None:
+    """Without padding and regard to case, keys of the source would be one."""
+    columns = (replace(TABLE.columns[0], type="text"), TABLE.columns[1])
+    target = Target(replace(TABLE, columns=columns), TARGET.schema, TARGET.name)
+    query(mariadb, "CREATE DATABASE `copy`")
+    query(mariadb, f"CREATE TABLE `copy`.`Ord ers` ({column}) ENGINE=InnoDB CHARACTER SET utf8mb4")
+    sink = MysqlSink(mariadb.dsn, "p", "mirror")
+    with pytest.raises(ForeignTable, match=said):
+        sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
+    query(mariadb, "ALTER TABLE `copy`.`Ord ers` CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin")
+    sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
+
+
+def test_an_epoch_of_a_record_that_is_gone_is_refused(mariadb: MariadbServer) -> None:
+    sink, _ = prepared(mariadb)
+    sink.drop()
+    with pytest.raises(GateClosed, match="no commit record of pipeline p any more"):
+        sink.take_epoch("late")
+    query(mariadb, "DROP DATABASE airflow_cdc")
+    with pytest.raises(GateClosed, match="no commit record of pipeline p any more"):
+        sink.take_epoch("late")
+
+
+@pytest.mark.parametrize(
+    ("version", "mariadb", "taken"),
+    [
+        ("10.5.9-MariaDB", True, False),
+        ("10.6.0-MariaDB", True, True),
+        ("11.4.2-MariaDB-log", True, True),
+        ("8.0.16", False, False),
+        ("8.0.17", False, True),
+        ("8.4.0-commercial", False, True),
+        ("unknown", False, False),
+    ],
+)
+def test_a_server_that_lacks_what_a_session_needs_is_refused(version: str, mariadb: bool, taken: bool) -> None:
+    with nullcontext() if taken else pytest.raises(ServerNotReady, match=re.escape(version)):
+        mysql_session.require_version(version, mariadb)

@@ -16,9 +16,9 @@ from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
 from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
+from airflow_cdc_provider.engine.sinks.mysql.targets import difference
 
-_OLDEST = {True: (10, 6), False: (8, 0)}
-_PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX")
+_PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX", "TRIGGER")
 _PACKET_BYTES = 16 << 20
 _GRANT = re.compile(r"GRANT (.+?) ON (\S+) TO ", re.DOTALL)
 
@@ -40,18 +40,10 @@ def check(settings: MysqlSettings, checks: Checks, pipeline: Pipeline, tables: S
             checks.run("sink privileges", partial(_may_write, sink, targets))
             checks.run("sink names", partial(_names, sink, targets))
             checks.run("sink tables", partial(_definitions, sink, settings, pipeline, targets))
-            checks.run("target tables", partial(_target_tables, sink, pipeline, targets))
+            checks.run("target tables", partial(_target_tables, sink, settings, pipeline, targets))
 
 
 def _server(sink: Session) -> str:
-    found = re.match(r"(\d+)\.(\d+)", sink.version)
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
-    oldest = _OLDEST[sink.mariadb]
-    if version < oldest:
-        raise ServerNotReady(
-            f"the sink runs {sink.version}, in which DDL is not atomic or names for columns are missing",
-            "Take MariaDB 10.6 or MySQL 8.0 or newer.",
-        )
     engines = {str(row[0]).lower(): str(row[1]).upper() for row in sink.rows("SHOW ENGINES")}
     if engines.get("innodb", "NO") == "NO":
         raise ServerNotReady("the sink's server has no InnoDB, without which there are no transactions", "Enable it.")
@@ -128,7 +120,7 @@ def _definitions(sink: Session, settings: MysqlSettings, pipeline: Pipeline, tar
     return "\n".join(["Target tables that are missing are created so:", *(f"{each};" for each in statements)])
 
 
-def _target_tables(sink: Session, pipeline: Pipeline, targets: Sequence[Target]) -> str:
+def _target_tables(sink: Session, settings: MysqlSettings, pipeline: Pipeline, targets: Sequence[Target]) -> str:
     recorded: dict[tuple[str, str], tuple[str, str]] = {}
     if sink.exists("airflow_cdc", "tables"):
         query = "SELECT target_schema, target_table, pipeline, source_table FROM airflow_cdc.tables"
@@ -148,4 +140,10 @@ def _target_tables(sink: Session, pipeline: Pipeline, targets: Sequence[Target])
                 f"the target table {shown} exists and has rows that pipeline {pipeline.name!r} did not write",
                 "Empty or drop the table, or give the pipeline another target database (sink.schema).",
             )
-    return "No target table has rows of others."
+        different = difference(sink, target, settings.mode) if there else ""
+        if different:
+            raise ForeignTable(
+                f"the target table {shown} exists, but is not as it has to be ({different})",
+                "Drop the table, so that it is created, or create it as shown above.",
+            )
+    return "No target table has rows of others, and those that exist are as they have to be."

@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.errors import GateClosed, SecondWriter
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
-from airflow_cdc_provider.engine.sinks.mysql.pending import begin_again
+from airflow_cdc_provider.engine.sinks.mysql.pending import begin_again, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
 from airflow_cdc_provider.engine.sinks.mysql.targets import MysqlTargets
 from airflow_cdc_provider.engine.visibility import Snapshot
@@ -148,6 +148,10 @@ class MysqlRecord(MysqlTargets):
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.base.Sink.missing`."""
         with self._session() as opened:
+            # A table that is recorded as read may still have to take its place.
+            if opened.exists("airflow_cdc", "pending") and is_pending(opened, self.pipeline):
+                with self._naming_lock(opened):
+                    pass
             return tuple(target for target in targets if not opened.exists(target.schema, target.name))
 
     # -- plans -------------------------------------------------------------------------------------
