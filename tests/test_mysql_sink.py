@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
@@ -35,7 +36,7 @@ from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
-from airflow_cdc_provider.engine.sinks.mysql.session import Session
+from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.mysql.tables import FIRST_READ
 from airflow_cdc_provider.engine.stage import END
@@ -798,3 +799,35 @@ def test_an_epoch_of_a_record_that_is_gone_is_refused(mariadb: MariadbServer) ->
 def test_a_server_that_lacks_what_a_session_needs_is_refused(version: str, mariadb: bool, taken: bool) -> None:
     with nullcontext() if taken else pytest.raises(ServerNotReady, match=re.escape(version)):
         mysql_session.require_version(version, mariadb)
+
+
+@pytest.mark.parametrize("local", ["ON", "OFF"])
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_a_row_that_is_larger_than_a_page_takes_is_refused_by_name(
+    mariadb: MariadbServer, mode: str, local: str
+) -> None:
+    more = [Column(f"c{n}", "text", 25, None, False, True, attnum=n + 2) for n in range(230)]
+    target = Target(replace(TABLE, columns=(TABLE.columns[0], *more)), TARGET.schema, TARGET.name)
+    sink = MysqlSink(mariadb.dsn, "p", mode)  # type: ignore[arg-type]
+    sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
+    epoch = sink.take_epoch("test")
+    cells = [text("1"), *[text("v" * 38)] * len(more)]
+    batch = pa.RecordBatch.from_arrays(cells, names=[column.name for column in target.table.columns])
+    columns = {"erased": pa.array([False])} | {f"c{n}": cell for n, cell in enumerate(cells)}
+    query(mariadb, f"SET GLOBAL local_infile = {local}")
+    try:
+        with pytest.raises(LimitExceeded, match=r"a row of public\.Ord ers is larger"):
+            sink.write_chunk(epoch, target, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+        if mode == "mirror":
+            with pytest.raises(LimitExceeded, match=r"a row of public\.Ord ers is larger"):
+                stage(sink, epoch, [Effect(LABEL, False, pa.table(columns))])
+    finally:
+        query(mariadb, "SET GLOBAL local_infile = ON")
+
+
+def test_a_connection_whose_other_end_is_gone_is_noticed(mariadb: MariadbServer) -> None:
+    with closing(Address.parse(mariadb.dsn).connect()) as connection:
+        options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        found = [connection._sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options]
+        assert connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert found == [15, 5, 3]

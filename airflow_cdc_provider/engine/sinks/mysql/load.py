@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.errors import LimitExceeded, ValueRefused
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.types import Kind, join_texts
 
 _LOAD_BYTES = 8 << 20
@@ -65,7 +65,8 @@ class Loader:
                     for field, column in zip(fields, part.columns, strict=True)
                 ]
                 load = self._load_file if self._local else self._insert
-                load(table, fields, columns, part.num_rows, label)
+                with row_of(label):
+                    load(table, fields, columns, part.num_rows, label)
                 count += part.num_rows
         return count
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -62,6 +63,7 @@ _MARIADB_SETTINGS = {"max_statement_time": 0, "idle_transaction_timeout": 0, "id
 _MYSQL_SETTINGS = {"max_execution_time": 0}
 _OLDEST = {True: (10, 6, 0), False: (8, 0, 17)}
 _DEFAULT_PORT = 3306
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "unix_socket"})
 
 _LOCKED = {1205, 1213, 3572, 4031}
@@ -70,6 +72,7 @@ _LOST = {0, 1053, 1040, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2013, 2014, 20
 _READ_ONLY = {1290, 1792, 1836, 3100}
 _CONFLICTS = {1062, 1169, 1451, 1452, 1216, 1217, 1442, 1644, 3819, 4025}
 _VALUES = {1048, 1264, 1265, 1292, 1300, 1364, 1366, 1406, 1411, 1690, 1911, 3140, 4078}
+_ROW_TOO_LARGE = 1118
 _UNKNOWN_TABLE = {1049, 1051, 1146}
 
 
@@ -129,9 +132,21 @@ class Address:
             autocommit=True,
             local_infile=True,
             connect_timeout=CONNECT_SECONDS,
+            defer_connect=True,
             **self.options,
         )
+        connection.connect(None if "unix_socket" in self.options else self._socket())
         return connection
+
+    def _socket(self) -> socket.socket:
+        """A socket that notices within half a minute when the server's machine, or the way to it, is gone."""
+        made = socket.create_connection((self.host, self.port), CONNECT_SECONDS)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not every system has them
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return made
 
 
 def driver() -> Any:
@@ -362,6 +377,25 @@ def said(error: BaseException) -> str:
 def code_of(error: BaseException) -> int:
     """The server's number for an error; 0 when the connection is closed."""
     return error.args[0] if error.args and isinstance(error.args[0], int) else 0
+
+
+@contextmanager
+def row_of(label: str) -> Iterator[None]:
+    """Name the source table whose rows are too large for a page of InnoDB.
+
+    :raises LimitExceeded: when the server says so.
+    """
+    try:
+        yield
+    except driver().MySQLError as e:
+        if code_of(e) != _ROW_TOO_LARGE:
+            raise
+        raise LimitExceeded(
+            f"a row of {label} is larger than InnoDB takes: {said(e)}",
+            "Nothing of the unit was applied, and trying again does not help. A row has up to 41 bytes of every text in"
+            " a page of 16 kB, of which it may take half: leave columns out by `columns` in the pipeline file, then run"
+            " `airflow-cdc resnapshot --all`.",
+        ) from e
 
 
 def may_pass(error: BaseException) -> bool:

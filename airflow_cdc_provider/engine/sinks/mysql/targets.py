@@ -39,7 +39,8 @@ class MysqlTargets(MysqlFence):
                     opened.run(f"CREATE DATABASE IF NOT EXISTS {quoted(target.schema)}")
                 name = quoted(target.schema, target.name)
                 opened.run(f"DROP TABLE IF EXISTS {name}")  # one of ours, and empty: see _lacks
-                opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
+                with sessions.row_of(target.table.label):
+                    opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
                 made.append(name)
             yield
         except (CdcError, sessions.driver().MySQLError):
