@@ -34,7 +34,7 @@ from airflow_cdc_provider.engine.sides import Key, Sides
 from airflow_cdc_provider.engine.sinks.base import Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.pending import alter, announce, settle
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.tables import FIRST_READ, TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
 
@@ -246,7 +246,8 @@ class MysqlSink(MysqlUnits):
         place = quoted("airflow_cdc", aside)
         if not opened.exists(target.schema, target.name):
             opened.rollback()
-            opened.run(create_table(target, self.mode, opened.collation, self.pipeline, place))
+            with row_of(target.table.label):
+                opened.run(create_table(target, self.mode, opened.collation, self.pipeline, place))
             return aside
         clauses = self._alteration(opened, self._shape(opened, target), target, rows_stay=False)
         if not clauses:
@@ -262,7 +263,8 @@ class MysqlSink(MysqlUnits):
             return ""
         self._refuse_exchange(opened, target)
         opened.run(f"CREATE TABLE {place} LIKE {quoted(target.schema, target.name)}")
-        opened.run(f"ALTER TABLE {place} {', '.join(clauses)}")
+        with row_of(target.table.label):
+            opened.run(f"ALTER TABLE {place} {', '.join(clauses)}")
         return aside
 
     def _refuse_exchange(self, opened: Session, target: Target) -> None:
