@@ -171,6 +171,7 @@ def _exchange(session: Session, target: Target, aside: str) -> None:
     if session.exists(target.schema, target.name):
         moves.insert(0, f"{place} TO {gone}")
     failpoint("before-exchange")
+    session.require_database(target.schema)
     try:
         session.run(f"RENAME TABLE {', '.join(moves)}")
     except driver().MySQLError as e:

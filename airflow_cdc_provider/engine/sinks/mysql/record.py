@@ -46,8 +46,7 @@ _SESSIONS = (
 
 def create_record_tables(session: Session) -> None:
     """Create the tables of the commit record, where they are not there yet."""
-    if not session.rows("SELECT 1 FROM information_schema.schemata WHERE schema_name = 'airflow_cdc'"):
-        session.run("CREATE DATABASE IF NOT EXISTS airflow_cdc")
+    session.require_database("airflow_cdc")
     options = f"CHARACTER SET utf8mb4 COLLATE {session.collation}"
     for name, body in _RECORD_TABLES.items():
         if not session.exists("airflow_cdc", name):

@@ -249,6 +249,11 @@ class Session:
         query = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
         return bool(self.rows(query, [schema, name]))
 
+    def require_database(self, name: str) -> None:
+        """Create a database, unless it is there; only to create one takes the privilege."""
+        if not self.rows("SELECT 1 FROM information_schema.schemata WHERE schema_name = %s", [name]):
+            self.run(f"CREATE DATABASE IF NOT EXISTS {quoted(name)}")
+
     def acquire(self, name: str, seconds: float) -> None:
         """Take a lock by name, which lasts until it is released, or the session has ended.
 

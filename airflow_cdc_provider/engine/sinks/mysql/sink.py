@@ -246,6 +246,7 @@ class MysqlSink(MysqlUnits):
         place = quoted("airflow_cdc", aside)
         if not opened.exists(target.schema, target.name):
             opened.rollback()
+            opened.require_database(target.schema)
             with row_of(target.table.label):
                 opened.run(create_table(target, self.mode, opened.collation, self.pipeline, place))
             return aside

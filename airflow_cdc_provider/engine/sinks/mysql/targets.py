@@ -34,9 +34,7 @@ class MysqlTargets(MysqlFence):
         made: list[str] = []
         try:
             for target in targets:
-                query = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
-                if not opened.rows(query, [target.schema]):
-                    opened.run(f"CREATE DATABASE IF NOT EXISTS {quoted(target.schema)}")
+                opened.require_database(target.schema)
                 name = quoted(target.schema, target.name)
                 opened.run(f"DROP TABLE IF EXISTS {name}")  # one of ours, and empty: see _lacks
                 with sessions.row_of(target.table.label):
