@@ -34,7 +34,7 @@ SESSION_SETTINGS: Mapping[str, str] = {
 
 MARIADB_SETTINGS: Mapping[str, str] = {"innodb_flush_log_at_trx_commit": "0", "innodb_buffer_pool_size": "64M"}
 # What docs/sinks/mysql.md lists.
-MARIADB_PRIVILEGES = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX"
+MARIADB_PRIVILEGES = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX, TRIGGER"
 SYSTEM_DATABASES = ("mysql", "sys", "information_schema", "performance_schema")
 
 # What the pipelines under test run as: no superuser, and no owner of anything but what they create. Only its owner

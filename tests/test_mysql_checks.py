@@ -49,8 +49,36 @@ def test_a_target_that_is_fit_is_described_and_left_alone(
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, body text)")
     found = findings(pipeline)
     assert all(finding.ok for finding in found.values())
+    assert {name for name, finding in found.items() if finding.warning} >= {"sink durability"}
+    query(mariadb, "SET GLOBAL innodb_flush_log_at_trx_commit = 1")
+    try:
+        assert not findings(pipeline)["sink durability"].warning
+    finally:
+        query(mariadb, "SET GLOBAL innodb_flush_log_at_trx_commit = 0")
     assert "CREATE TABLE `copy`.`t` (\n  `id` INT NOT NULL,\n  `body` LONGTEXT" in found["sink tables"].message
     assert {name for (name,) in query(mariadb, "SHOW DATABASES")} == set(SYSTEM_DATABASES)
+
+
+def test_tables_that_are_there_or_too_wide_are_told_of(
+    databases: Databases, mariadb: MariadbServer, tmp_path: Path
+) -> None:
+    query(mariadb, "CREATE DATABASE `copy`")
+    query(
+        mariadb,
+        "CREATE TABLE `copy`.t (id varchar(768) NOT NULL PRIMARY KEY) ENGINE=InnoDB CHARACTER SET utf8mb4"
+        " COLLATE utf8mb4_general_ci",
+    )
+    pipeline = MysqlPipeline(tmp_path, databases, mariadb, ["public.t", "public.wide"], sink={"schema": "copy"})
+    wide = ", ".join(f"c{n} text" for n in range(195))
+    pipeline.source(
+        "CREATE TABLE public.t (id text PRIMARY KEY)", f"CREATE TABLE public.wide (id int PRIMARY KEY, {wide})"
+    )
+    found = findings(pipeline)
+    assert "collation utf8mb4_general_ci of column id" in found["target tables"].message
+    assert found["sink rows"].warning
+    assert "public.wide (195 such columns)" in found["sink rows"].message
+    pipeline.source("ALTER TABLE public.wide DROP COLUMN c0")
+    assert not findings(pipeline)["sink rows"].warning
 
 
 def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: MariadbServer, tmp_path: Path) -> None:
@@ -75,7 +103,7 @@ def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: Mariad
     }
     assert "on databases airflow_cdc, shop" in found["sink privileges"].message
     assert (
-        "GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX ON `shop`.* TO 'other'@'127.0.0.1';"
+        "GRANT SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX, TRIGGER ON `shop`.* TO 'other'@'127.0.0.1';"
         in str(
             found["sink privileges"].error.solution  # type: ignore[union-attr]
         )

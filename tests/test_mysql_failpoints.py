@@ -35,7 +35,7 @@ LEFT_OUT = {
 }
 PLACES = sorted(EVERY - LEFT_OUT)
 # An exchange makes room for a definition that only a new read can fill; an alteration follows one in a mirror.
-ALTERED = ("before-alteration", "after-alteration")
+ALTERED = ("before-alteration", "after-alteration", "before-default-dropped")
 EXCHANGED = ("after-aside", "before-exchange", "after-exchange")
 FOLLOWED = "ALTER TABLE public.t ADD COLUMN more int DEFAULT 7"
 READ_AGAIN = (

@@ -13,13 +13,15 @@ from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, Missin
 from airflow_cdc_provider.engine.findings import Caution, Checks
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
+from airflow_cdc_provider.engine.sinks.mysql.definition import columns_of, create_table
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
 from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
+from airflow_cdc_provider.engine.sinks.mysql.targets import difference
 
-_OLDEST = {True: (10, 6), False: (8, 0)}
-_PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX")
+_PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX", "TRIGGER")
 _PACKET_BYTES = 16 << 20
+# Of each a row has up to 41 bytes in its page, and half a page, 8126 bytes, in all.
+_LONG_COLUMNS = 195
 _GRANT = re.compile(r"GRANT (.+?) ON (\S+) TO ", re.DOTALL)
 
 
@@ -34,24 +36,18 @@ def check(settings: MysqlSettings, checks: Checks, pipeline: Pipeline, tables: S
         if sink is None:
             return
         checks.run("sink server", partial(_server, sink))
+        checks.run("sink durability", partial(_durability, sink))
         checks.run("sink loading", partial(_loading, sink))
         if tables is not None:
             targets = [Target(table, *target_name(pipeline, table)) for table in tables]
             checks.run("sink privileges", partial(_may_write, sink, targets))
             checks.run("sink names", partial(_names, sink, targets))
+            checks.run("sink rows", partial(_row_sizes, sink, settings, targets))
             checks.run("sink tables", partial(_definitions, sink, settings, pipeline, targets))
-            checks.run("target tables", partial(_target_tables, sink, pipeline, targets))
+            checks.run("target tables", partial(_target_tables, sink, settings, pipeline, targets))
 
 
 def _server(sink: Session) -> str:
-    found = re.match(r"(\d+)\.(\d+)", sink.version)
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
-    oldest = _OLDEST[sink.mariadb]
-    if version < oldest:
-        raise ServerNotReady(
-            f"the sink runs {sink.version}, in which DDL is not atomic or names for columns are missing",
-            "Take MariaDB 10.6 or MySQL 8.0 or newer.",
-        )
     engines = {str(row[0]).lower(): str(row[1]).upper() for row in sink.rows("SHOW ENGINES")}
     if engines.get("innodb", "NO") == "NO":
         raise ServerNotReady("the sink's server has no InnoDB, without which there are no transactions", "Enable it.")
@@ -59,6 +55,16 @@ def _server(sink: Session) -> str:
     if read_only:
         raise ServerNotReady("the sink's server is read-only", "Give sink.dsn the primary's address.")
     return "The sink's server keeps transactions and takes writes."
+
+
+def _durability(sink: Session) -> str:
+    (flush,) = sink.one("SELECT @@innodb_flush_log_at_trx_commit")
+    if int(flush) != 1:
+        raise Caution(
+            f"In the sink innodb_flush_log_at_trx_commit is {flush}: a crash of its machine may take back what was"
+            " committed, and the source's slot may have gone on by then. Set it to 1."
+        )
+    return "What is committed in the sink is on its disk."
 
 
 def _loading(sink: Session) -> str:
@@ -123,12 +129,27 @@ def _names(sink: Session, targets: Sequence[Target]) -> str:
     return "Target tables have names of their own."
 
 
+def _row_sizes(sink: Session, settings: MysqlSettings, targets: Sequence[Target]) -> str:
+    wide = []
+    for target in targets:
+        kinds = columns_of(target.table, settings.mode, sink.collation).values()
+        count = sum(kind.startswith("LONG") for kind in kinds)
+        if count >= _LONG_COLUMNS:
+            wide.append(f"{target.table.label} ({count} such columns)")
+    if wide:
+        raise Caution(
+            f"A row with a short value in each of {_LONG_COLUMNS} or more columns of LONGTEXT and LONGBLOB may be"
+            f" larger than InnoDB takes, and is then refused: {', '.join(wide)}."
+        )
+    return "No target table has so many columns of text that its rows could be too large."
+
+
 def _definitions(sink: Session, settings: MysqlSettings, pipeline: Pipeline, targets: Sequence[Target]) -> str:
     statements = [create_table(target, settings.mode, sink.collation, pipeline.name) for target in targets]
     return "\n".join(["Target tables that are missing are created so:", *(f"{each};" for each in statements)])
 
 
-def _target_tables(sink: Session, pipeline: Pipeline, targets: Sequence[Target]) -> str:
+def _target_tables(sink: Session, settings: MysqlSettings, pipeline: Pipeline, targets: Sequence[Target]) -> str:
     recorded: dict[tuple[str, str], tuple[str, str]] = {}
     if sink.exists("airflow_cdc", "tables"):
         query = "SELECT target_schema, target_table, pipeline, source_table FROM airflow_cdc.tables"
@@ -148,4 +169,10 @@ def _target_tables(sink: Session, pipeline: Pipeline, targets: Sequence[Target])
                 f"the target table {shown} exists and has rows that pipeline {pipeline.name!r} did not write",
                 "Empty or drop the table, or give the pipeline another target database (sink.schema).",
             )
-    return "No target table has rows of others."
+        different = difference(sink, target, settings.mode) if there else ""
+        if different:
+            raise ForeignTable(
+                f"the target table {shown} exists, but is not as it has to be ({different})",
+                "Drop the table, so that it is created, or create it as shown above.",
+            )
+    return "No target table has rows of others, and those that exist are as they have to be."

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from airflow_cdc_provider.engine.errors import Blocked, Fenced
+from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.pending import is_pending, settle
@@ -70,7 +70,7 @@ class MysqlFence:
         opened.acquire(name, sessions.LOCK_SECONDS if seconds is None else seconds)
         try:
             if opened.exists("airflow_cdc", "pending"):
-                settle(opened, self.pipeline)
+                settle(opened, self.pipeline, self.mode)
             yield
         finally:
             with suppress(Exception):  # it goes with the session at the latest
@@ -126,6 +126,12 @@ class MysqlFence:
 
     def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._alone(seconds=sessions.COMMIT_SECONDS) as opened:
+            gone = GateClosed(
+                f"the sink {self._place} has no commit record of pipeline {self.pipeline} any more",
+                "It was dropped, or the sink restored, while the run began. Start it again, and it says what helps.",
+            )
+            if not opened.exists("airflow_cdc", "pipelines"):
+                raise gone
             opened.limit_waiting(sessions.COMMIT_SECONDS)
             opened.begin()
             # By the clock, so that no epoch comes twice, whatever becomes of the record in between.
@@ -134,9 +140,11 @@ class MysqlFence:
                 " FLOOR(UNIX_TIMESTAMP(NOW(6)) * 1000), %s) WHERE pipeline = %s",
                 [owner, at_least, self.pipeline],
             )
-            (epoch,) = opened.one("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
+            found = opened.rows("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
+            if not found:
+                raise gone
             opened.commit()
-            return int(epoch)
+            return int(found[0][0])
 
     def _insistently(self, step: Callable[[], T]) -> T:
         """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""

@@ -8,7 +8,7 @@ its lock on the epoch with it. So a change of a table is announced first and set
    so the epoch stays what it is meanwhile.
 2. A transaction that checks the epoch enters the change into ``airflow_cdc.pending`` and commits.
 3. The DDL is done: one statement, which the server makes whole or not at all.
-4. A transaction brings the record up to it and removes the entry.
+4. A transaction brings the record up to it and removes the entry, once nothing else is left to do.
 
 Whoever takes the epoch, or locks its row to commit anything, looks for an entry first and *settles* it under the lock
 of step 1, so that nothing is ever applied to a table in between. What the table shows decides, not what anybody
@@ -29,14 +29,15 @@ from typing import Literal
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import CannotFollow
+from airflow_cdc_provider.engine.errors import CannotFollow, TargetConflict
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.mysql.definition import comment
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, code_of, driver, quoted
+from airflow_cdc_provider.engine.sinks.mysql.definition import Mode, comment
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, code_of, driver, may_pass, quoted, said
 
 # That a statement waited too long, or its session ended, is for another try to tell.
 _PASSING = {0, 1205, 1213, 1317, 1053, 1927, 2003, 2006, 2013}
+_REFERRED = {1451, 3730}
 
 Kind = Literal["alteration", "exchange"]
 
@@ -64,7 +65,7 @@ def announce(session: Session, pipeline: str, target: Target, kind: Kind, token:
     )
 
 
-def alter(session: Session, pipeline: str, target: Target, clauses: Sequence[str], token: str) -> None:
+def alter(session: Session, pipeline: str, mode: Mode, target: Target, clauses: Sequence[str], token: str) -> None:
     """Do an alteration that has been announced, and settle it.
 
     :raises CannotFollow: when the target does not let it be changed; nothing has happened.
@@ -77,18 +78,17 @@ def alter(session: Session, pipeline: str, target: Target, clauses: Sequence[str
     except pymysql.MySQLError as e:
         if code_of(e) in _PASSING:
             raise
-        settle(session, pipeline)
+        settle(session, pipeline, mode)
         raise CannotFollow(
-            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was:"
-            f" {' '.join(str(e.args[-1]).split())}",
+            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: {said(e)}",
             "Nothing from this change on has been applied. Remove what stands in the way at the target (a constraint,"
             " an index or a generated column that uses the column, a missing privilege), then start again.",
         ) from e
     failpoint("after-alteration")
-    settle(session, pipeline)
+    settle(session, pipeline, mode)
 
 
-def settle(session: Session, pipeline: str) -> None:
+def settle(session: Session, pipeline: str, mode: Mode) -> None:
     """Complete, or forget, what has been announced; under the lock by name, outside of a transaction."""
     found = session.rows(
         "SELECT source_table, kind, token, target_schema, target_table, definition, reread FROM airflow_cdc.pending"
@@ -102,6 +102,10 @@ def settle(session: Session, pipeline: str) -> None:
             made = True
         else:
             made = _comment_of(session, schema, name) == comment(pipeline, token)
+            if made:
+                _drop_defaults(session, pipeline, mode, target)
+        if kind == "exchange":
+            _drop_replaced(session, target, _gone(token))
         session.begin()
         if made:
             session.run(
@@ -112,8 +116,32 @@ def settle(session: Session, pipeline: str) -> None:
             begin_again(session, pipeline, label)
         session.run("DELETE FROM airflow_cdc.pending WHERE pipeline = %s AND source_table = %s", [pipeline, label])
         session.commit()
-        if kind == "exchange":
-            session.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', _gone(token))}")
+
+
+def _drop_defaults(session: Session, pipeline: str, mode: Mode, target: Target) -> None:
+    """Take back the defaults by which rows from before got the values of added columns.
+
+    Deletes and truncates of a changelog got them too, but carry no values. A default that is gone had its turn.
+    """
+    shapes = session.rows(
+        "SELECT shape FROM airflow_cdc.tables WHERE pipeline = %s AND source_table = %s", [pipeline, target.table.label]
+    )
+    if not shapes:  # the table is about to join, and none of its rows stay
+        return
+    known = {column.attnum for column in Table.from_dict(json.loads(shapes[0][0])).columns}
+    with_default = session.rows(
+        "SELECT column_name FROM information_schema.columns WHERE table_schema = %s AND table_name = %s"
+        " AND column_default IS NOT NULL AND column_default <> 'NULL'",
+        [target.schema, target.name],
+    )
+    names = {str(name) for (name,) in with_default}
+    table = quoted(target.schema, target.name)
+    for column in target.table.columns:
+        if column.attnum not in known and column.missing is not None and column.name in names:
+            if mode == "changelog":
+                session.run(f"UPDATE {table} SET {quoted(column.name)} = NULL WHERE _op IN ('d', 't')")
+            failpoint("before-default-dropped")
+            session.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(column.name)} SET DEFAULT NULL")
 
 
 def begin_again(session: Session, pipeline: str, label: str) -> None:
@@ -143,8 +171,33 @@ def _exchange(session: Session, target: Target, aside: str) -> None:
     if session.exists(target.schema, target.name):
         moves.insert(0, f"{place} TO {gone}")
     failpoint("before-exchange")
-    session.run(f"RENAME TABLE {', '.join(moves)}")
+    session.require_database(target.schema)
+    try:
+        session.run(f"RENAME TABLE {', '.join(moves)}")
+    except driver().MySQLError as e:
+        if may_pass(e):
+            raise
+        raise CannotFollow(
+            f"the target table {target.schema}.{target.name} cannot make room for the one into which"
+            f" {target.table.label} has been read, airflow_cdc.{aside}: {said(e)}",
+            f"Drop what stands in the way (a trigger on {target.schema}.{target.name}, a foreign key), then start"
+            " again: the new table takes its place. Make it anew afterwards.",
+        ) from e
     failpoint("after-exchange")
+
+
+def _drop_replaced(session: Session, target: Target, gone: str) -> None:
+    """Drop a table whose place has been taken; a foreign key that nobody has shown us goes with its table there."""
+    try:
+        session.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', gone)}")
+    except driver().MySQLError as e:
+        if code_of(e) not in _REFERRED:
+            raise
+        raise TargetConflict(
+            f"the table airflow_cdc.{gone}, which was {target.schema}.{target.name} until {target.table.label} was read"
+            f" again, cannot be dropped, as a foreign key from elsewhere refers to it: {said(e)}",
+            f"Drop this foreign key, then start again. It may be made anew, to {target.schema}.{target.name}.",
+        ) from e
 
 
 def _comment_of(session: Session, schema: str, name: str) -> str | None:

@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.errors import GateClosed, SecondWriter
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
-from airflow_cdc_provider.engine.sinks.mysql.pending import begin_again
+from airflow_cdc_provider.engine.sinks.mysql.pending import begin_again, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
 from airflow_cdc_provider.engine.sinks.mysql.targets import MysqlTargets
 from airflow_cdc_provider.engine.visibility import Snapshot
@@ -46,8 +46,7 @@ _SESSIONS = (
 
 def create_record_tables(session: Session) -> None:
     """Create the tables of the commit record, where they are not there yet."""
-    if not session.rows("SELECT 1 FROM information_schema.schemata WHERE schema_name = 'airflow_cdc'"):
-        session.run("CREATE DATABASE IF NOT EXISTS airflow_cdc")
+    session.require_database("airflow_cdc")
     options = f"CHARACTER SET utf8mb4 COLLATE {session.collation}"
     for name, body in _RECORD_TABLES.items():
         if not session.exists("airflow_cdc", name):
@@ -148,6 +147,10 @@ class MysqlRecord(MysqlTargets):
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.base.Sink.missing`."""
         with self._session() as opened:
+            # A table that is recorded as read may still have to take its place.
+            if opened.exists("airflow_cdc", "pending") and is_pending(opened, self.pipeline):
+                with self._naming_lock(opened):
+                    pass
             return tuple(target for target in targets if not opened.exists(target.schema, target.name))
 
     # -- plans -------------------------------------------------------------------------------------

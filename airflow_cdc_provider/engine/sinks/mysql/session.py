@@ -11,6 +11,8 @@ MEMORY engine, which is as lasting as the numbers are: it is empty after a resta
 from __future__ import annotations
 
 import math
+import re
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +27,7 @@ from airflow_cdc_provider.engine.errors import (
     ConnectionFailed,
     LimitExceeded,
     MissingPrivilege,
+    ServerNotReady,
     StreamFailed,
     TargetConflict,
     ValueRefused,
@@ -43,7 +46,24 @@ CONNECT_SECONDS = 10
 
 _MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION,NO_AUTO_VALUE_ON_ZERO"
 _POSTGRES_MODE = f"{_MODE},ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
+# Without warnings nobody would hear of what LOAD DATA LOCAL changes. A session may idle while the source is read.
+_SETTINGS: Mapping[str, str | int] = {
+    "sql_mode": f"'{_MODE}'",
+    "time_zone": "'+00:00'",
+    "foreign_key_checks": 1,
+    "unique_checks": 1,
+    "sql_notes": 1,
+    "max_error_count": 64,
+    "sql_safe_updates": 0,
+    "wait_timeout": 28_800,
+    "net_read_timeout": 3_600,
+    "net_write_timeout": 3_600,
+}
+_MARIADB_SETTINGS = {"max_statement_time": 0, "idle_transaction_timeout": 0, "idle_write_transaction_timeout": 0}
+_MYSQL_SETTINGS = {"max_execution_time": 0}
+_OLDEST = {True: (10, 6, 0), False: (8, 0, 17)}
 _DEFAULT_PORT = 3306
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "unix_socket"})
 
 _LOCKED = {1205, 1213, 3572, 4031}
@@ -52,6 +72,7 @@ _LOST = {0, 1053, 1040, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2013, 2014, 20
 _READ_ONLY = {1290, 1792, 1836, 3100}
 _CONFLICTS = {1062, 1169, 1451, 1452, 1216, 1217, 1442, 1644, 3819, 4025}
 _VALUES = {1048, 1264, 1265, 1292, 1300, 1364, 1366, 1406, 1411, 1690, 1911, 3140, 4078}
+_ROW_TOO_LARGE = 1118
 _UNKNOWN_TABLE = {1049, 1051, 1146}
 
 
@@ -111,9 +132,21 @@ class Address:
             autocommit=True,
             local_infile=True,
             connect_timeout=CONNECT_SECONDS,
+            defer_connect=True,
             **self.options,
         )
+        connection.connect(None if "unix_socket" in self.options else self._socket())
         return connection
+
+    def _socket(self) -> socket.socket:
+        """A socket that notices within half a minute when the server's machine, or the way to it, is gone."""
+        made = socket.create_connection((self.host, self.port), CONNECT_SECONDS)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not every system has them
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        return made
 
 
 def driver() -> Any:
@@ -136,6 +169,11 @@ def quoted(*names: str) -> str:
     return ".".join("`" + name.replace("`", "``") + "`" for name in names)
 
 
+def literally(sql: str) -> str:
+    """SQL for a statement with parameters, in which a ``%`` stands for one."""
+    return sql.replace("%", "%%")
+
+
 class Session:
     """A connection that is set as described above; statements outside of transactions commit by themselves."""
 
@@ -145,9 +183,11 @@ class Session:
         version = str(self.one("SELECT VERSION()")[0])
         self.mariadb = "mariadb" in version.lower()
         self.version = version
+        require_version(version, self.mariadb)
         self.collation = "utf8mb4_nopad_bin" if self.mariadb else "utf8mb4_0900_bin"
         self.run(f"SET NAMES utf8mb4 COLLATE {self.collation}")
-        self.run(f"SET SESSION sql_mode = '{_MODE}', time_zone = '+00:00', foreign_key_checks = 1, unique_checks = 1")
+        settings = {**_SETTINGS, **(_MARIADB_SETTINGS if self.mariadb else _MYSQL_SETTINGS)}
+        self.run(f"SET SESSION {', '.join(f'{name} = {value}' for name, value in settings.items())}")
         self.run("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
         self.limit_waiting(LOCK_SECONDS)
 
@@ -209,6 +249,11 @@ class Session:
         query = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
         return bool(self.rows(query, [schema, name]))
 
+    def require_database(self, name: str) -> None:
+        """Create a database, unless it is there; only to create one takes the privilege."""
+        if not self.rows("SELECT 1 FROM information_schema.schemata WHERE schema_name = %s", [name]):
+            self.run(f"CREATE DATABASE IF NOT EXISTS {quoted(name)}")
+
     def acquire(self, name: str, seconds: float) -> None:
         """Take a lock by name, which lasts until it is released, or the session has ended.
 
@@ -268,8 +313,10 @@ class Session:
                 )
             time.sleep(0.02)
         self.run(
-            "DELETE FROM airflow_cdc.sessions WHERE id <> CONNECTION_ID()"
-            " AND id NOT IN (SELECT id FROM information_schema.processlist)"
+            # Those of others' pipelines may be alive, and unseen for want of a privilege.
+            "DELETE FROM airflow_cdc.sessions WHERE id <> CONNECTION_ID() AND pipeline = %s"
+            " AND id NOT IN (SELECT id FROM information_schema.processlist)",
+            [pipeline],
         )
 
     def close(self) -> None:
@@ -280,6 +327,20 @@ class Session:
             self.unregister()
         with suppress(pymysql.MySQLError, OSError):
             self._connection.close()
+
+
+def require_version(version: str, mariadb: bool) -> None:
+    """Refuse a server in which DDL is not atomic, or that lacks the collation of our sessions.
+
+    :param version: as the server tells it.
+    :raises ServerNotReady: when it is too old.
+    """
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if not found or tuple(int(part or 0) for part in found.groups()) < _OLDEST[mariadb]:
+        raise ServerNotReady(
+            f"the sink runs {version}, in which DDL is not atomic, or a collation that does not pad is missing",
+            "Take MariaDB 10.6 or MySQL 8.0.17 or newer.",
+        )
 
 
 def _whole(seconds: float) -> int:
@@ -297,7 +358,7 @@ def session(address: Address) -> Iterator[Session]:
         connection = address.connect()
     except (pymysql.MySQLError, OSError, RuntimeError) as e:
         raise ConnectionFailed(
-            f"{address.place} cannot be reached, or refuses the login: {_said(e)}",
+            f"{address.place} cannot be reached, or refuses the login: {said(e)}",
             "Check host, port, user and password of `sink.dsn`, and that the server runs.",
         ) from e
     opened: Session | None = None
@@ -313,7 +374,7 @@ def session(address: Address) -> Iterator[Session]:
             connection.close()
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """The server's words."""
     return " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
 
@@ -321,6 +382,30 @@ def _said(error: BaseException) -> str:
 def code_of(error: BaseException) -> int:
     """The server's number for an error; 0 when the connection is closed."""
     return error.args[0] if error.args and isinstance(error.args[0], int) else 0
+
+
+@contextmanager
+def row_of(label: str) -> Iterator[None]:
+    """Name the source table whose rows are too large for a page of InnoDB.
+
+    :raises LimitExceeded: when the server says so.
+    """
+    try:
+        yield
+    except driver().MySQLError as e:
+        if code_of(e) != _ROW_TOO_LARGE:
+            raise
+        raise LimitExceeded(
+            f"a row of {label} is larger than InnoDB takes: {said(e)}",
+            "Nothing of the unit was applied, and trying again does not help. A row has up to 41 bytes of every text in"
+            " a page of 16 kB, of which it may take half: leave columns out by `columns` in the pipeline file, then run"
+            " `airflow-cdc resnapshot --all`.",
+        ) from e
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same statement may do what it has to at another time, or with another privilege."""
+    return code_of(error) in _LOCKED | _LOST | _READ_ONLY | _DENIED
 
 
 def is_unknown_table(error: BaseException) -> bool:
@@ -333,36 +418,38 @@ def failure(error: BaseException, place: str, held: Session | None = None) -> Cd
 
     :param held: the session in which it happened, if it lives.
     """
-    code, said = code_of(error), _said(error)
+    code, words = code_of(error), said(error)
     if code in _LOCKED:
         return Blocked(
-            f"a lock on {place} was not to be had: {said}{_holders(held)}",
+            f"a lock on {place} was not to be had: {words}{_holders(held)}",
             "End these transactions, or wait for them; then start again.",
         )
     if code in _READ_ONLY:
         return ConnectionFailed(
-            f"the sink {place} takes no writes: {said}", "Point `sink.dsn` at the primary, or let it take writes."
+            f"the sink {place} takes no writes: {words}", "Point `sink.dsn` at the primary, or let it take writes."
         )
     if code in _DENIED:
-        return MissingPrivilege(f"the sink {place} refuses: {said}", "Grant the user what `docs/sinks/mysql.md` lists.")
+        return MissingPrivilege(
+            f"the sink {place} refuses: {words}", "Grant the user what `docs/sinks/mysql.md` lists."
+        )
     if code in _CONFLICTS:
         return TargetConflict(
-            f"a target table on {place} refuses a change of the source: {said}",
+            f"a target table on {place} refuses a change of the source: {words}",
             "Rows of different tables are applied one table after the other, and many transactions at once: drop the"
             " constraint, the unique index or the trigger that refuses them, then start again.",
         )
     if code in _VALUES:
         return ValueRefused(
-            f"a target table on {place} cannot hold a value: {said}",
+            f"a target table on {place} cannot hold a value: {words}",
             "Nothing of the unit was applied. Give the column the type that `airflow-cdc` creates it with, then start"
             " again.",
         )
     if code == 1153:
-        return LimitExceeded(f"a row is larger than {place} takes: {said}", LimitExceeded.remedy)
+        return LimitExceeded(f"a row is larger than {place} takes: {words}", LimitExceeded.remedy)
     if code in _LOST:
-        return StreamFailed(f"the session on {place} has ended: {said}", "Start again: what has been committed stays.")
+        return StreamFailed(f"the session on {place} has ended: {words}", "Start again: what has been committed stays.")
     return StreamFailed(
-        f"{place}: {said} ({code})",
+        f"{place}: {words} ({code})",
         "If it persists, look at the server's log. Start again: what has been committed stays.",
     )
 

@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.errors import (
     CannotFollow,
     ConfigError,
+    StagingLost,
     StreamFailed,
     UnknownTable,
 )
@@ -33,7 +34,7 @@ from airflow_cdc_provider.engine.sides import Key, Sides
 from airflow_cdc_provider.engine.sinks.base import Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.pending import alter, announce, settle
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.tables import FIRST_READ, TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
 
@@ -90,12 +91,13 @@ class MysqlSink(MysqlUnits):
                     self._require_still(applied, self._begin(opened, epoch, "update"), target)
                     if not is_wanted(opened):
                         return None
+                    self._require_aside(opened, target, aside)
                     failpoint("before-chunk-prepared")
                     note(opened, watermark, count)
                     announce(opened, self.pipeline, target, "exchange", aside)
                     failpoint("before-chunk-commit")
                     opened.commit()
-                    settle(opened, self.pipeline)
+                    settle(opened, self.pipeline, self.mode)
             else:
                 if whole:  # the room may have been made in a transaction of its own
                     opened.rollback()
@@ -144,11 +146,12 @@ class MysqlSink(MysqlUnits):
                 count, watermark, applied = self._fill_aside(opened, epoch, target, aside, batches, finish)
                 with self._naming_lock(opened):
                     self._require_still(applied, self._begin(opened, epoch, "update"), target)
+                    self._require_aside(opened, target, aside)
                     note(opened, watermark, count)
                     announce(opened, self.pipeline, target, "exchange", aside)
                     failpoint("before-reread-commit")
                     opened.commit()
-                    settle(opened, self.pipeline)
+                    settle(opened, self.pipeline, self.mode)
             else:
                 if keys is None:
                     opened.rollback()
@@ -218,22 +221,11 @@ class MysqlSink(MysqlUnits):
                 token = self._token()
                 announce(opened, self.pipeline, after, "alteration", token)
                 opened.commit()
-                alter(opened, self.pipeline, after, clauses, token)
-                self._drop_defaults(opened, before, after)
+                alter(opened, self.pipeline, self.mode, after, clauses, token)
             else:
                 self._record_shape(opened, after)
                 opened.commit()
         failpoint("after-redefinition")
-
-    def _drop_defaults(self, opened: Session, before: Target, after: Target) -> None:
-        """Take back the defaults by which rows from before got the values of added columns; they would do no harm."""
-        known = {column.attnum for column in before.table.columns}
-        added = [c for c in after.table.columns if c.attnum not in known and c.missing is not None]
-        table = quoted(after.schema, after.name)
-        for column in added:
-            opened.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(column.name)} SET DEFAULT NULL")
-            if self.mode == "changelog":  # deletes and truncates carry no values
-                opened.run(f"UPDATE {table} SET {quoted(column.name)} = NULL WHERE _op IN ('d', 't')")
 
     def _record_shape(self, opened: Session, target: Target) -> None:
         definition = json.dumps(target.table.to_dict())
@@ -254,7 +246,9 @@ class MysqlSink(MysqlUnits):
         place = quoted("airflow_cdc", aside)
         if not opened.exists(target.schema, target.name):
             opened.rollback()
-            opened.run(create_table(target, self.mode, opened.collation, self.pipeline, place))
+            opened.require_database(target.schema)
+            with row_of(target.table.label):
+                opened.run(create_table(target, self.mode, opened.collation, self.pipeline, place))
             return aside
         clauses = self._alteration(opened, self._shape(opened, target), target, rows_stay=False)
         if not clauses:
@@ -266,11 +260,12 @@ class MysqlSink(MysqlUnits):
                 token = self._token()
                 announce(opened, self.pipeline, target, "alteration", token, reread)
                 opened.commit()
-                alter(opened, self.pipeline, target, clauses, token)
+                alter(opened, self.pipeline, self.mode, target, clauses, token)
             return ""
         self._refuse_exchange(opened, target)
         opened.run(f"CREATE TABLE {place} LIKE {quoted(target.schema, target.name)}")
-        opened.run(f"ALTER TABLE {place} {', '.join(clauses)}")
+        with row_of(target.table.label):
+            opened.run(f"ALTER TABLE {place} {', '.join(clauses)}")
         return aside
 
     def _refuse_exchange(self, opened: Session, target: Target) -> None:
@@ -327,6 +322,15 @@ class MysqlSink(MysqlUnits):
                 f" from {format_lsn(before)} to {format_lsn(applied)}",
                 "Start again: the table is read once more.",
             )
+
+    def _require_aside(self, opened: Session, target: Target, aside: str) -> None:
+        """Refuse to announce an exchange that would not come about; under the lock by name, so that it stays so."""
+        if not opened.exists("airflow_cdc", aside):
+            raise StagingLost(
+                f"the table airflow_cdc.{aside}, into which {target.table.label} was read, is gone",
+                "Start again: the table is read once more.",
+            )
+        self._refuse_exchange(opened, target)
 
     @staticmethod
     def _token() -> str:

@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.sides import Key
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.mysql.definition import CHANGELOG_COLUMNS, Mode
 from airflow_cdc_provider.engine.sinks.mysql.load import Field, Loader, constant
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted
 from airflow_cdc_provider.engine.sinks.mysql.types import (
     COUNTER,
     FLAG,
@@ -122,23 +122,21 @@ class TableStatements:
 
         :returns: the ``_seq`` of the rows that follow. They come after all that was read at the same LSN before.
         """
-        (before,) = self._session.one(
-            f"SELECT MAX(_seq) FROM {self._table} WHERE _commit_lsn = %s AND _seq < 1", [applied]
-        )
+        table = literally(self._table)
+        (before,) = self._session.one(f"SELECT MAX(_seq) FROM {table} WHERE _commit_lsn = %s AND _seq < 1", [applied])
         seq = FIRST_READ if before is None else int(before) + 1
-        meta = "_op, _commit_lsn, _seq, _commit_ts"
+        # Every column is named, so that none gets a default.
+        names = literally(", ".join(self._names))
+        insert = f"INSERT INTO {table} ({names}, _op, _commit_lsn, _seq, _commit_ts, _before) VALUES"
         if keys is None:
-            self._session.run(f"INSERT INTO {self._table} ({meta}) VALUES ('t', %s, %s, NOW(6))", [applied, seq])
+            nothing = ", ".join(["NULL"] * len(self._names))
+            self._session.run(f"{insert} ({nothing}, 't', %s, %s, NOW(6), NULL)", [applied, seq])
             return seq + 1
-        names = ", ".join(self._names[i] for i in self._key)
         for key in sorted(keys):
+            known = dict(zip(self._key, self._constants(key), strict=True))
+            values = literally(", ".join(known.get(i, "NULL") for i in range(len(self._names))))
             before_ = json_of(dict(zip(self._target.table.key, key, strict=True)))
-            values = ", ".join(self._constants(key))
-            self._session.run(
-                f"INSERT INTO {self._table} ({names}, {meta}, _before) VALUES ({values.replace('%', '%%')}, 'd',"
-                " %s, %s, NOW(6), %s)",
-                [applied, seq, before_],
-            )
+            self._session.run(f"{insert} ({values}, 'd', %s, %s, NOW(6), %s)", [applied, seq, before_])
         return seq + 1
 
     def check_condition(self, where: str) -> None:

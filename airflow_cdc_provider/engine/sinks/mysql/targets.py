@@ -12,6 +12,7 @@ from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.definition import (
+    Mode,
     alteration,
     columns_of,
     comment,
@@ -33,12 +34,11 @@ class MysqlTargets(MysqlFence):
         made: list[str] = []
         try:
             for target in targets:
-                query = "SELECT 1 FROM information_schema.schemata WHERE schema_name = %s"
-                if not opened.rows(query, [target.schema]):
-                    opened.run(f"CREATE DATABASE IF NOT EXISTS {quoted(target.schema)}")
+                opened.require_database(target.schema)
                 name = quoted(target.schema, target.name)
                 opened.run(f"DROP TABLE IF EXISTS {name}")  # one of ours, and empty: see _lacks
-                opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
+                with sessions.row_of(target.table.label):
+                    opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
                 made.append(name)
             yield
         except (CdcError, sessions.driver().MySQLError):
@@ -77,7 +77,7 @@ class MysqlTargets(MysqlFence):
                 f"the target table {shown} exists and has rows that pipeline {self.pipeline!r} did not write",
                 "Empty or drop the table, or give the pipeline another target database (`sink.schema`).",
             )
-        if not self._differs(opened, target):
+        if not difference(opened, target, self.mode):
             return False
         (said,) = opened.one(
             "SELECT table_comment FROM information_schema.tables WHERE table_schema = %s AND table_name = %s",
@@ -86,7 +86,7 @@ class MysqlTargets(MysqlFence):
         if said == comment(self.pipeline):
             return True
         raise ForeignTable(
-            f"the target table {shown} exists, but is not as it has to be ({self._differs(opened, target)})",
+            f"the target table {shown} exists, but is not as it has to be ({difference(opened, target, self.mode)})",
             f"Drop the table, so that it is created, or create it so: {' '.join(wanted.split())}",
         )
 
@@ -94,7 +94,7 @@ class MysqlTargets(MysqlFence):
         """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced."""
         if self.mode == "changelog":
             self._refuse_older_history(opened, target, start)
-        different = self._differs(opened, target)
+        different = difference(opened, target, self.mode)
         if different:
             wanted = create_table(target, self.mode, opened.collation, self.pipeline)
             raise ForeignTable(
@@ -103,34 +103,6 @@ class MysqlTargets(MysqlFence):
                 f"Drop or rename it, so that it is created, or make it so: {' '.join(wanted.split())}; then run"
                 " `airflow-cdc resnapshot --all`.",
             )
-
-    def _differs(self, opened: Session, target: Target) -> str:
-        """In what a table is not as it has to be; empty if in nothing."""
-        where = [target.schema, target.name]
-        found = dict(
-            opened.rows(
-                "SELECT column_name, column_type FROM information_schema.columns"
-                " WHERE table_schema = %s AND table_name = %s",
-                where,
-            )
-        )
-        types = {name: told_type(str(kind)) for name, kind in found.items()}
-        different = differing(types, columns_of(target.table, self.mode, opened.collation))
-        if different:
-            return f"columns {', '.join(different)}"
-        (engine,) = opened.one(
-            "SELECT engine FROM information_schema.tables WHERE table_schema = %s AND table_name = %s", where
-        )
-        if str(engine).lower() != "innodb":
-            return f"engine {engine}"
-        key = opened.rows(
-            "SELECT column_name FROM information_schema.statistics"
-            " WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
-            where,
-        )
-        if self.mode == "mirror" and {str(name) for (name,) in key} != set(target.table.key):
-            return "primary key"
-        return ""
 
     def _refuse_older_history(self, opened: Session, target: Target, point: int) -> None:
         """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
@@ -153,3 +125,39 @@ class MysqlTargets(MysqlFence):
             )
         ]
         return alteration(shape, target, self.mode, opened.collation, present, rows_stay)
+
+
+def difference(opened: Session, target: Target, mode: Mode) -> str:
+    """In what a table is not as it has to be; empty if in nothing."""
+    where = [target.schema, target.name]
+    found = opened.rows(
+        "SELECT column_name, column_type, character_set_name, collation_name FROM information_schema.columns"
+        " WHERE table_schema = %s AND table_name = %s",
+        where,
+    )
+    types = {str(name): told_type(str(kind)) for name, kind, _, _ in found}
+    different = differing(types, columns_of(target.table, mode, opened.collation))
+    if different:
+        return f"columns {', '.join(different)}"
+    (engine,) = opened.one(
+        "SELECT engine FROM information_schema.tables WHERE table_schema = %s AND table_name = %s", where
+    )
+    if str(engine).lower() != "innodb":
+        return f"engine {engine}"
+    keys = opened.rows(
+        "SELECT column_name FROM information_schema.statistics"
+        " WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
+        where,
+    )
+    if mode == "mirror" and {str(name) for (name,) in keys} != set(target.table.key):
+        return "primary key"
+    # Under another collation two keys of the source may be one; another character set does not have every character.
+    key = {name.lower() for name in target.table.key} if mode == "mirror" else set()
+    wanted = {name.lower() for name in columns_of(target.table, mode, opened.collation)}
+    for name, _, characters, collation in found:
+        if str(name).lower() in wanted and characters is not None:
+            if characters != "utf8mb4":
+                return f"character set {characters} of column {name}"
+            if str(name).lower() in key and collation != opened.collation:
+                return f"collation {collation} of column {name}"
+    return ""

@@ -73,6 +73,15 @@ class Kind:
         """Whether the column has characters, and so a collation."""
         return self.sql.startswith(("LONGTEXT", "VARCHAR", "CHAR"))
 
+    @property
+    def exact(self) -> bool:
+        """Whether the column has exact numbers, which are never to be compared with texts.
+
+        The server compares these two as floating point numbers, by which keys of many digits are equal to their
+        neighbours.
+        """
+        return self.sql.startswith(("TINYINT", "SMALLINT", "INT", "BIGINT", "DECIMAL"))
+
     def definition(self, collation: str) -> str:
         """The column's type as SQL."""
         return f"{self.sql} CHARACTER SET utf8mb4 COLLATE {collation}" if self.text else self.sql
@@ -291,9 +300,9 @@ _TEXT = Kind("LONGTEXT", plain=False)
 _NUMBERS = ("smallint", "integer", "bigint", "oid", "real", "double precision", "numeric")
 
 # What the sink itself has beside the source's columns.
-FLAG = Kind("TINYINT(1)")
-COUNTER = Kind("BIGINT")
-POSITION = Kind("BIGINT UNSIGNED")
+FLAG = Kind("TINYINT(1)", takes="[01]")
+COUNTER = Kind("BIGINT", takes=_INTEGER)
+POSITION = Kind("BIGINT UNSIGNED", takes=_INTEGER)
 LETTER = Kind("CHAR(1)", plain=False)
 MOMENT = Kind("DATETIME(6)")
 WORDS = _TEXT

@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.tables import TableStatements
 
 _FRAGMENT_BYTES = 1 << 20
@@ -78,7 +78,8 @@ class MysqlUnits(MysqlRecord):
                     relation = f"{self._staging_prefix}{attempt}_{number}"
                     statements = TableStatements(opened, targets[effect.label], self.mode)
                     rows = statements.staged_rows(rows)
-                    statements.create_staging(relation, rows.column_names)
+                    with row_of(effect.label):
+                        statements.create_staging(relation, rows.column_names)
                     filled.append((statements, relation, rows))
                 staged.append(Staged(effect.label, relation, rows.num_rows, effect.truncate, tuple(rows.column_names)))
             opened.rollback()
@@ -135,16 +136,18 @@ class MysqlUnits(MysqlRecord):
                     self._check_staged(statements, staged)
                 if self.mode == "changelog":
                     if staged.relation is not None:
-                        statements.apply_changelog(staged)
+                        with row_of(staged.label):
+                            statements.apply_changelog(staged)
                     continue
                 if staged.truncate:
                     # TRUNCATE would commit what has been applied so far, without the rest.
                     statements.delete(None)
                 if staged.relation is None:
                     continue
-                if MISSING in staged.columns:
-                    missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))
-                statements.apply_mirror(staged)
+                with row_of(staged.label):
+                    if MISSING in staged.columns:
+                        missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))
+                    statements.apply_mirror(staged)
         if any(missing.values()):
             raise MissingValues({label: frozenset(keys) for label, keys in missing.items() if keys})
 
