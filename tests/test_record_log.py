@@ -585,6 +585,32 @@ def test_a_step_that_was_decided_is_carried_out_once_by_whoever_comes_next(
     assert (sink.values("t1"), sink.values("t2")) == (["a", "c"], ["b"])
 
 
+def test_sweeping_leaves_what_a_step_that_was_decided_still_needs(
+    sink: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = sink.take_epoch("me")
+    sink._staging("units", epoch).replace("f", b"1")
+    monkeypatch.setenv(VARIABLE, "before-step:error")
+    with pytest.raises(Failpoint):
+        sink.unit(epoch, 50, 60, {"t1": "a"})
+    sink.sweep(epoch)
+    assert (sink._home / "staging").files() == [f"units/{epoch}/f"]
+    with pytest.raises(Failpoint):
+        sink.take_epoch("next")
+    monkeypatch.delenv(VARIABLE)
+    record = sink.record()
+    assert record is not None
+    assert record.epoch > epoch, "it is taken before the step is carried out, so that nobody decides another meanwhile"
+    sink.sweep(record.epoch)
+    assert (sink._home / "staging").files() == [f"units/{epoch}/f"]
+    epoch = sink.take_epoch("the one after")
+    record = sink.record()
+    assert record is not None
+    assert (record.epoch, record.applied, sink.values("t1")) == (epoch, 60, ["a"])
+    sink.sweep(epoch)
+    assert not (sink._home / "staging").files()
+
+
 def test_a_step_that_an_overtaken_run_carries_out_late_changes_nothing(sink: Numbers) -> None:
     old = sink.take_epoch("old")
     head = sink._log.head()

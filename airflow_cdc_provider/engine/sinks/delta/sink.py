@@ -371,12 +371,6 @@ class DeltaSink(LakeRecord):
 
     # -- what the record asks -----------------------------------------------------------------------
 
-    def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is carried out, and in the record."""
-        epoch = super().take_epoch(owner, at_least)
-        self._append(epoch, "", lambda contents: None)
-        return epoch
-
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
         """See :meth:`.record.LakeRecord._check_target`."""
         require_possible(self.layout, target, self.mode)

@@ -293,7 +293,10 @@ class LakeRecord:
         self._append(epoch, "source noted", lambda contents: Commit(changes.noted(values)))
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is carried out first."""
+        """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is then carried out, and in the record.
+
+        :raises CdcError: when it cannot be. The epoch has been taken all the same.
+        """
         failpoint("before-epoch")
         taken: list[int] = []
 
@@ -386,7 +389,10 @@ class LakeRecord:
         return self._home / "staging" / kind / str(epoch)
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.Sink.sweep`."""
+        """See :meth:`.base.Sink.sweep`; nothing, either, while a step is open, which still needs what is staged."""
+        head = self._log.head()
+        if head is None or changes.step_of(head.contents) is not None:
+            return
         for kind in ("units", "chunks"):
             self._remove_epochs(f"staging/{kind}", epoch, own=kind == "units")
 
