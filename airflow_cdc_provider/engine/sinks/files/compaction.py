@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from airflow_cdc_provider.engine.errors import GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, partition, replaced
+from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, known, partition, replaced
 from airflow_cdc_provider.engine.sinks.files.format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
@@ -161,9 +161,7 @@ class Compaction:
 
         done = self.sink.append_beside(f"{len(group)} files of {written.folder} compacted", decide)
         failpoint("after-compaction")
-        if not done:
-            self.sink.root.remove(written.path)
-        return done
+        return done or self.sink.settled([written.path])
 
     def _remove_old(self) -> int:
         """Delete files that were replaced long ago; then forget them."""
@@ -181,11 +179,10 @@ class Compaction:
         head = self.sink.head()
         if head is None:
             return 0
-        known = head.contents.get("files", {}).keys() | head.contents.get("old", {}).keys()
-        removed = 0
+        named, removed = known(head.contents), 0
         for folder in head.contents.get("shapes", {}):
             for path in self.sink.root.files(folder):
-                if path not in known and self.now - (self.sink.root.modified(path) or self.now) >= self.retention:
+                if path not in named and self.now - (self.sink.root.modified(path) or self.now) >= self.retention:
                     self.sink.root.remove(path)
                     removed += 1
         return removed

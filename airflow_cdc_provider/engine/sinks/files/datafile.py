@@ -121,6 +121,11 @@ def files_of(contents: Contents) -> list[DataFile]:
     return sorted(found, key=lambda file: (file.folder, file.version, file.first, file.last, file.path))
 
 
+def known(contents: Contents) -> set[str]:
+    """The paths of all files that are, or have been, in the changelogs, and that readers may be at."""
+    return {*contents.get("files", {}), *contents.get("old", {})}
+
+
 def shape_of(contents: Contents, folder: str) -> Shape:
     """The shape of a target's files."""
     found = contents.get("shapes", {}).get(folder)

@@ -35,6 +35,7 @@ from airflow_cdc_provider.engine.sinks.files.datafile import (
     Shape,
     files_of,
     folder_of,
+    known,
     room_of,
     shape_of,
     with_files,
@@ -82,13 +83,13 @@ class FilesSink(LakeRecord):
                 "Leave it out by `columns` in the pipeline file, or rename it at the source.",
             )
         folder = folder_of(target)
-        known: Sequence[DataFile] = ()
+        ours_there: Sequence[DataFile] = ()
         if recorded is not None and (head := self._log.head()) is not None:
-            known = [file for file in files_of(head.contents) if file.folder == folder]
+            ours_there = [file for file in files_of(head.contents) if file.folder == folder]
         elif ours:
-            known = manifest.published(self.root, self.pipeline, folder)
-        if known:
-            last = max(file.last for file in known)
+            ours_there = manifest.published(self.root, self.pipeline, folder)
+        if ours_there:
+            last = max(file.last for file in ours_there)
             if start is not None and last > start:
                 raise GateClosed(
                     f"the changelog {target.schema}.{target.name} has events up to {format_lsn(last)}, but the"
@@ -340,13 +341,29 @@ class FilesSink(LakeRecord):
             return Commit(commit.now + with_files(files))
 
         done = self._append(epoch, title, named) is not None
+        if not done:
+            done = self.settled([file.path for file in files])
         notes = self._staging(kind, epoch)
         for file in files:
-            if not done:
-                self.root.remove(file.path)
             notes.remove(note_of(file.path))
         self.publish()
         return done
+
+    def settled(self, paths: Sequence[str]) -> bool:
+        """Remove files whose entry was not appended as far as is known, unless it was.
+
+        Who stands still between the creation of an entry and its look at the one before is told that it does not count
+        when that one has been removed meanwhile, although others have gone on from it.
+
+        :param paths: of files that one entry was to name.
+        :returns: whether it did.
+        """
+        head = self.head()
+        found = known({} if head is None else head.contents)
+        for path in paths:
+            if path not in found:
+                self.root.remove(path)
+        return any(path in found for path in paths)
 
     def _writing(
         self, epoch: int, kind: Literal["units", "chunks"], folder: str, shape: Shape
@@ -375,11 +392,11 @@ class FilesSink(LakeRecord):
 
     def _remove_unnamed(self, head: Head, chosen: Callable[[str, int], bool]) -> None:
         """Remove files that no entry of the log names, of some kinds and epochs."""
-        staging = self._home / "staging"
+        staging, found = self._home / "staging", known(head.contents)
         for name in staging.files():
             kind, epoch, _ = name.split("/")
             path = (staging.read(name) or b"").decode()
-            if chosen(kind, int(epoch)) and path and path not in head.contents.get("files", {}):
+            if chosen(kind, int(epoch)) and path and path not in found:
                 self.root.remove(path)
 
     # -- what a changelog does not need --------------------------------------------------------------
