@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import Failpoint, GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, GateClosed
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction
@@ -182,6 +183,25 @@ def test_wherever_it_breaks_off_the_rows_stay(
     run(compaction(sink, later=4000))
     assert [sink.root.location(name) for name in data_files(sink)] == paths(sink), "orphans are gone"
     assert events(sink) == before
+
+
+def test_files_of_two_formats_stay_by_themselves_and_the_second_is_refused(tmp_path: Path) -> None:
+    """A process whose pipeline file has been edited, beside others that have read it before."""
+    with provisioned("json", tmp_path) as made:
+        epoch = made.take_epoch("me")
+        fill(made, epoch, 3)
+        edited = replace(made, format="parquet")
+        fill(edited, epoch, 3, start=53)
+        before = events(made)
+        assert [event["id"] for event in before] == [str(lsn) for lsn in range(50, 56)]
+        assert events(edited) == before
+        assert run(compaction(edited)) == Compacted(files=6, made=2, rows=6)
+        assert events(made) == events(edited) == before
+        for refused in (made, edited):
+            with pytest.raises(ConfigError, match=r"sink\.format"):
+                refused.check_targets([TARGET])
+            with pytest.raises(ConfigError, match=r"sink\.format"):
+                refused.take_epoch("next")
 
 
 def others_go_on(made: FilesSink, monkeypatch: pytest.MonkeyPatch) -> None:

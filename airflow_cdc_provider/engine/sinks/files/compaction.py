@@ -93,10 +93,10 @@ class Compaction:
         return Compacted(files, made, rows, removed)
 
     def _groups(self, contents: Contents) -> Iterator[list[DataFile]]:
-        """Files of one table, version and date that together make one, in the order of their rows."""
+        """Files of one table, version, date and format that together make one, in the order of their rows."""
         small = [file for file in files_of(contents) if file.size < self.target_bytes / 2]
-        small.sort(key=lambda file: (file.folder, file.version, file.date, file.first, file.last, file.path))
-        for _, found in groupby(small, key=lambda file: (file.folder, file.version, file.date)):
+        small.sort(key=lambda file: (*_kind(file), file.first, file.last, file.path))
+        for _, found in groupby(small, key=_kind):
             group: list[DataFile] = []
             for file in found:
                 if group and sum(each.size for each in group) + file.size > self.target_bytes:
@@ -110,11 +110,10 @@ class Compaction:
     def _write(self, group: Sequence[DataFile]) -> DataFile:
         """One file with the rows of all, a batch at a time."""
         first = group[0]
-        suffix = first.path.rpartition(".")[2]
-        name = f"{partition(first.folder, first.version, first.date)}/{uuid.uuid4().hex}.{suffix}"
+        name = f"{partition(first.folder, first.version, first.date)}/{uuid.uuid4().hex}.{first.format}"
         root = self.sink.root
         with root.writing(name) as out:
-            if suffix == "json":
+            if first.format == "json":
                 for file in group:
                     with root.reading(file.path) as lines:
                         while piece := lines.read(_COPIED_BYTES):
@@ -186,6 +185,11 @@ class Compaction:
                     self.sink.root.remove(path)
                     removed += 1
         return removed
+
+
+def _kind(file: DataFile) -> tuple[str, int, str, str]:
+    """What files have in common that can become one."""
+    return file.folder, file.version, file.date, file.format
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:

@@ -54,6 +54,11 @@ class DataFile:
     first: int
     last: int
 
+    @property
+    def format(self) -> Format:
+        """What it is written in, whatever the pipeline file says by now."""
+        return "json" if self.path.endswith(".json") else "parquet"
+
     def to_dict(self) -> dict[str, Any]:
         """The file as JSON values; :meth:`from_dict` reads them back."""
         return {**asdict(self), "first": format_lsn(self.first), "last": format_lsn(self.last)}

@@ -88,6 +88,7 @@ class FilesSink(LakeRecord):
             ours_there = [file for file in files_of(head.contents) if file.folder == folder]
         elif ours:
             ours_there = manifest.published(self.root, self.pipeline, folder)
+        self._require_format(ours_there)
         if ours_there:
             last = max(file.last for file in ours_there)
             if start is not None and last > start:
@@ -102,6 +103,19 @@ class FilesSink(LakeRecord):
                 f"the folder {self.root.location(folder)} has files that pipeline {self.pipeline!r} did not write,"
                 f" such as {found[0].rpartition('/')[2]}",
                 "Move them away, or give the pipeline another path or target schema (`sink.path`, `sink.schema`).",
+            )
+
+    def _require_format(self, files: Sequence[DataFile]) -> None:
+        """Refuse to go on in another format: no reader takes the files of one list in two.
+
+        :raises ConfigError: naming both.
+        """
+        other = next((file for file in files if file.format != self.format), None)
+        if other is not None:
+            raise ConfigError(
+                f"sink.format: {self.format!r}, but the change logs of pipeline {self.pipeline!r} are in"
+                f" {other.format}, such as {self.root.location(other.path)}",
+                "Put the format back, or use another pipeline name, and another path, for the other format.",
             )
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
@@ -134,6 +148,8 @@ class FilesSink(LakeRecord):
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.base.Sink.take_epoch`; manifests that an earlier run has left behind are brought up first."""
+        if (head := self.head()) is not None:
+            self._require_format(files_of(head.contents))
         epoch = super().take_epoch(owner, at_least)
         self.publish()
         return epoch
@@ -439,7 +455,7 @@ class FilesSink(LakeRecord):
         for each in files_of(contents):
             if (each.folder, each.version) == (folder, version):
                 with self.root.reading(each.path) as file:
-                    for batch in rows_.batches(self.format, file):
+                    for batch in rows_.batches(each.format, file):
                         yield rows_.texts(target, batch)
 
 
