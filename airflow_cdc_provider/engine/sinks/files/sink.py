@@ -388,9 +388,7 @@ class FilesSink(LakeRecord):
 
     def publish(self) -> None:
         """Bring the manifests up to the log."""
-        head = self._log.head()
-        if head is not None:
-            manifest.publish(self.root, self.pipeline, head)
+        manifest.publish(self.root, self.pipeline, self._log.head)
 
     def sweep(self, epoch: int) -> None:
         """See :meth:`.base.Sink.sweep`; with the notes go the files that no entry names."""
