@@ -585,6 +585,26 @@ def test_a_step_that_was_decided_is_carried_out_once_by_whoever_comes_next(
     assert (sink.values("t1"), sink.values("t2")) == (["a", "c"], ["b"])
 
 
+@pytest.mark.parametrize("entering", ["rejoins", "enters"])
+def test_a_part_goes_on_behind_a_step_that_was_decided_under_its_epoch(
+    sink: Numbers, entering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an automatic restart in the same run, and as the next task of it: neither takes the epoch."""
+    epoch = sink.take_epoch("me")
+    monkeypatch.setenv(VARIABLE, "before-step:error")
+    with pytest.raises(Failpoint):
+        sink.unit(epoch, 50, 60, {"t1": "a"})
+    monkeypatch.delenv(VARIABLE)
+    if entering == "rejoins":
+        sink.end_sessions()
+    else:
+        assert sink.missing([TARGET]) == ()
+    record = sink.record()
+    assert record is not None
+    assert sink.unit(epoch, record.applied, 65, {"t1": "b"}), "a unit that ends elsewhere than the one before"
+    assert sink.values("t1") == ["a", "b"]
+
+
 def test_sweeping_leaves_what_a_step_that_was_decided_still_needs(
     sink: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

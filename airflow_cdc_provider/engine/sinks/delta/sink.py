@@ -39,6 +39,7 @@ from airflow_cdc_provider.engine.sinks.delta.table import DeltaTable, has_log
 from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, of_step, to_json
 from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake.changes import Contents, Step
+from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, arrow_type, to_texts, to_typed
 
@@ -459,9 +460,8 @@ class DeltaSink(LakeRecord):
         with ThreadPoolExecutor(_TABLES_AT_ONCE) as pool:
             list(pool.map(carry_out, works))
 
-    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`: a table is made when its first rows come."""
-        head = self._log.head()
+    def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.record.LakeRecord._missing`: a table is made when its first rows come."""
         contents: Contents = {} if head is None else head.contents
         begun = [target for target in targets if _finished(contents, target.table.label)]
         if self.layout.catalog is None:

@@ -133,9 +133,8 @@ class FilesSink(LakeRecord):
     def _carry_out(self, contents: Contents, step: Step) -> None:
         """Nothing is done beside the log but what follows from it, see :meth:`publish`."""
 
-    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`: those whose files have all gone."""
-        head = self._log.head()
+    def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.record.LakeRecord._missing`: those whose files have all gone."""
         named = {file.folder for file in files_of(head.contents)} if head is not None else set[str]()
         return tuple(t for t in targets if folder_of(t) in named and not self.root.files(folder_of(t)))
 

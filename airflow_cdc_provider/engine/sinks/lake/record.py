@@ -94,6 +94,10 @@ class LakeRecord:
         """The work that gives recorded targets, all of whose rows will be replaced, the columns of ``targets``."""
         return None
 
+    def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """The targets that no longer exist; see :meth:`.base.Sink.missing`."""
+        return ()
+
     def _carry_out(self, contents: Contents, step: Step) -> None:
         """Do what a step says, if it has not been done: several processes may do so, at once and one after the other.
 
@@ -317,7 +321,18 @@ class LakeRecord:
         self._contents(epoch)
 
     def end_sessions(self) -> None:
-        """See :meth:`.base.Sink.end_sessions`; there are none, and an overtaken run cannot commit."""
+        """See :meth:`.base.Sink.end_sessions`; there are none, and an overtaken run cannot commit.
+
+        What has been decided will be in the record; it is carried out, so that whoever reads that next goes on from it.
+        """
+        if (head := self.head()) is not None:
+            self._completed(head)
+
+    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.base.Sink.missing`. As targets are what they are by all that has been decided, that is carried
+        out first: a part that enters a run looks for them before it reads where the record ends."""
+        self.end_sessions()
+        return self._missing(self._log.head(), targets)
 
     def drop(self) -> None:
         """See :meth:`.base.Sink.drop`."""
