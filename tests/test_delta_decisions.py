@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
+from airflow_cdc_provider.engine.catalog import Column
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import Failpoint, StreamFailed, TargetConflict
+from airflow_cdc_provider.engine.errors import Failpoint, LimitExceeded, StreamFailed, TargetConflict
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-from airflow_cdc_provider.engine.sinks.delta.work import TableWork
+from airflow_cdc_provider.engine.sinks.delta.work import Alteration, TableWork
 from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.settings import Mode
 from airflow_cdc_provider.engine.stage import END
+from tests.files_sink import column, table
 from tests.test_postgres_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, upsert
 
 CHUNK = Chunk(LABEL, 0, None, None)
@@ -176,6 +180,45 @@ def test_nothing_that_was_staged_stays_when_it_is_in_the_tables(sink: NotingSink
     sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)
     assert sink.written() == 4
     assert not (sink._home / "staging").files()
+
+
+ID, A = column("id", "bigint", 1), column("a", "integer", 2)
+INTS = {"id": "BIGINT", "a": "INT"}
+
+
+def planned(
+    *after: Column,
+    before: Sequence[Column] = (ID, A),
+    columns: Mapping[str, str] = INTS,
+    mode: Mode = "mirror",
+    **how: bool,
+) -> Plan:
+    old, new = (Target(table(*each), "public", "t") for each in (before, after))
+    return plan(old, new, Present(columns, mapped=True), mode, how.get("rows_stay", True))
+
+
+@pytest.mark.parametrize(("mode", "rows_stay"), [("mirror", True), ("changelog", True), ("changelog", False)])
+def test_a_column_that_takes_the_name_which_another_has_given_up_is_added(mode: Mode, rows_stay: bool) -> None:
+    found = planned(ID, column("B", "integer", 2), column("a", "text", 3), mode=mode, rows_stay=rows_stay)
+    assert found.alterations == (Alteration("rename", "a", "B"), Alteration("add", "a", "STRING"))
+    found = planned(
+        ID,
+        column("b", "numeric(9,2)", 2),
+        before=(ID, column("a", "numeric(7,2)", 2)),
+        mode=mode,
+        columns={"id": "BIGINT", "a": "DECIMAL(7,2)"},
+        rows_stay=rows_stay,
+    )
+    assert found.alterations == (Alteration("rename", "a", "b"), Alteration("widen", "b", "DECIMAL(9,2)"))
+
+
+def test_what_added_columns_are_filled_with_is_looked_at_before_anything_is_decided() -> None:
+    with pytest.raises(LimitExceeded, match=r"infinity of public\.t\.valid_to"):
+        planned(ID, A, column("valid_to", "date", 3, "infinity"))
+    with pytest.raises(LimitExceeded, match="NaN"):
+        planned(ID, A, column("amount", "numeric(7,2)", 3, "NaN"))
+    assert planned(ID, A, column("day", "date", 3, "2026-01-02")).values == {"day": "2026-01-02"}
+    assert planned(ID, A, column("day", "date", 3, "infinity"), mode="changelog", rows_stay=False).values == {}
 
 
 def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink) -> None:
