@@ -12,11 +12,13 @@ from pyspark.errors import AnalysisException, PySparkException
 
 from airflow_cdc_provider.engine.catalog import Column
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import Failpoint, LimitExceeded, StreamFailed, TargetConflict
+from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, LimitExceeded, StreamFailed, TargetConflict
 from airflow_cdc_provider.engine.failpoint import VARIABLE
+from airflow_cdc_provider.engine.section import Section
 from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.work import Alteration, TableWork
 from airflow_cdc_provider.engine.sinks.lake import changes
@@ -219,6 +221,15 @@ def test_what_added_columns_are_filled_with_is_looked_at_before_anything_is_deci
         planned(ID, A, column("amount", "numeric(7,2)", 3, "NaN"))
     assert planned(ID, A, column("day", "date", 3, "2026-01-02")).values == {"day": "2026-01-02"}
     assert planned(ID, A, column("day", "date", 3, "infinity"), mode="changelog", rows_stay=False).values == {}
+
+
+@pytest.mark.parametrize("path", ["lake/shop", "s3a://key:secret@bucket/lake", "hdfs://me@host/lake"])
+def test_paths_that_driver_and_executors_take_for_others_and_passwords_are_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"sink\.path") as refused:
+        DeltaSettings.parse(Section("sink", {"path": path}, {}, True))
+    assert "secret" not in str(refused.value)
+    for fine in ("/lake/shop", "s3a://bucket/lake", "abfs://container@account.dfs.core.windows.net/lake"):
+        assert DeltaSettings.parse(Section("sink", {"path": f"{fine}/"}, {}, True)).path == fine
 
 
 def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink) -> None:
