@@ -265,6 +265,19 @@ def test_changes_add_up(before: Change, one: Change, other: Change) -> None:
     assert Change.from_dict(both.to_dict()).apply(contents) == both.apply(contents)
 
 
+def test_a_change_of_much_looks_at_what_goes_once() -> None:
+    looks = []
+
+    class Looked(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            looks.append(1)
+            return super().__iter__()
+
+    names = [str(n) for n in range(100)]
+    assert Change(removed={"files": Looked(names)}).apply({"files": dict.fromkeys(names, 1)}) == {}
+    assert len(looks) == 1
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(CHANGES, min_size=SPAN, max_size=3 * SPAN), st.lists(st.booleans(), min_size=5))
 def test_the_contents_are_the_changes_of_all_entries(made: list[Change], fresh: list[bool]) -> None:

@@ -136,9 +136,12 @@ class LakeRecord:
         return head
 
     def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
-        """Append an entry, after whatever step is open has been carried out; then carry out what it decides.
+        """Append an entry, then carry out what it decides.
 
-        :param epoch: of the run; ``None`` for who takes it.
+        A step that is open is carried out before; without an epoch, whose entry may then come between the step's two,
+        afterwards, so that nobody else decides another one meanwhile.
+
+        :param epoch: of the run; ``None`` for who takes it, or needs none.
         :param what: the entry's title, for people.
         :param decide: says from the contents what is to be committed, ``None`` for nothing. Called again when another
             has appended meanwhile, so it must do nothing but decide.
@@ -315,7 +318,10 @@ class LakeRecord:
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.base.Sink.fenced`. Nobody can be kept from taking it: it is looked at, before and afterwards."""
+        """See :meth:`.base.Sink.fenced`. Nobody can be kept from taking it: it is looked at, before and afterwards.
+
+        What is done beside the sink may therefore be done by a run that is overtaken right then; it is told afterwards.
+        """
         self._contents(epoch)
         yield
         self._contents(epoch)
