@@ -172,6 +172,17 @@ def test_a_table_without_a_snapshot_that_was_dropped_is_not_made_again(tmp_path:
     assert sink.missing([TARGET]) == (), "it is made again with its rows"
 
 
+def test_rows_that_are_read_by_key_before_any_others_make_the_table(tmp_path: Path) -> None:
+    root = Place(str(tmp_path))
+    sink = NotingSink(root, "p", "mirror", Layout(root))
+    sink.prepare([TARGET], [], IDENTITY, 100)
+    epoch = sink.take_epoch("me")
+    sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)
+    assert sink.written() == 1
+    drop_table(sink)
+    assert sink.missing([TARGET]) == (TARGET,)
+
+
 def test_nothing_that_was_staged_stays_when_it_is_in_the_tables(sink: NotingSink) -> None:
     epoch = sink.take_epoch("me")
     written = sink.write_chunk(epoch, TARGET, CHUNK, ORIGIN, iter([]), lambda: WATERMARK)

@@ -222,6 +222,20 @@ def test_values_that_nobody_has_are_asked_for_and_nothing_is_applied(spark: Spar
     assert [c.keys for c in sink.record().chunks] == [None]  # type: ignore[union-attr]
 
 
+def test_values_that_nobody_has_are_asked_for_before_there_is_a_table(spark: SparkSession, root: Path) -> None:
+    sink = opened(root)
+    sink.prepare([TARGET], [], IDENTITY, 100)
+    epoch = sink.take_epoch("test")
+    columns = {"erased": pa.array([False]), "c0": text("5"), "c1": text(None), "c2": text("7")}
+    unknown = pa.table(columns | {"missing": pa.array(["{1}"]), "o0": text("5")})
+    with pytest.raises(MissingValues) as missing:
+        sink.commit(epoch, 100, 200, [stage(sink, epoch, [Effect(LABEL, False, unknown)])])
+    assert missing.value.keys == {LABEL: frozenset({("5",)})}
+    later = Watermark(Snapshot(10, 12, frozenset({11})), 160)
+    sink.replace(epoch, TARGET, missing.value.keys[LABEL], iter([batch(("5", "read", "7"))]), lambda: later, TARGET)
+    assert rows(spark, root) == [(5, "read", "7.00")]
+
+
 def test_an_old_epoch_commits_nothing(spark: SparkSession, root: Path) -> None:
     sink, old = prepared(root)
     unit = [stage(sink, old, [upsert("1", "zombie", "1")])]

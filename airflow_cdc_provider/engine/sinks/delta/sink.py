@@ -180,15 +180,16 @@ class DeltaSink(LakeRecord):
 
         def decide(contents: Contents) -> Decided:
             failpoint("before-reread-commit")
-            if keys is not None:
+            create = keys is None or not is_made(contents, label)
+            if not create:
                 self._require_there(target)
-            work = TableWork(label, "merge", parts, target=target)
+            work = TableWork(label, "merge", parts, create=create, target=target)
             if self.mode == "changelog":
                 work = TableWork(
                     label,
                     "append",
                     self._events(contents, target, removals, file),
-                    create=keys is None,
+                    create=create,
                     alterations=self._altered(before, target).alterations if before is not None else (),
                     target=target,
                 )
@@ -408,7 +409,8 @@ class DeltaSink(LakeRecord):
         table = self._table(target)
         names = [column.name for column in target.table.columns]
         folded = net.folded(table.effects([part.files for part in parts]), table.key, len(names))
-        filled = net.filled(folded, None if emptied else table.read(), names, table.key)
+        there = None if emptied or not table.exists() else table.read()
+        filled = net.filled(folded, there, names, table.key)
         file = f"staging/units/{epoch}/{uuid.uuid4().hex}"
         filled.write.parquet(location(self._home / file))
         unknown = table.spark.read.parquet(location(self._home / file)).where(net.UNKNOWN)
