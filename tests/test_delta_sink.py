@@ -465,6 +465,17 @@ def test_tables_that_other_readers_of_delta_can_read(spark: SparkSession, root: 
         sink.redefine(epoch, before, after)
 
 
+def test_a_column_takes_the_name_that_another_has_given_up(spark: SparkSession, root: Path) -> None:
+    sink, epoch = prepared(root)
+    copy(sink, epoch, CHUNK, ("1", "a", "1.50"))
+    numbered = [replace(column, attnum=n) for n, column in enumerate(TABLE.columns, 1)]
+    before = replace(TARGET, table=replace(TABLE, columns=tuple(numbered)))
+    numbered[1] = replace(numbered[1], name="remark")
+    note = replace(numbered[1], name="note", attnum=4, missing="new")
+    sink.redefine(epoch, before, replace(TARGET, table=replace(TABLE, columns=(*numbered, note))))
+    assert rows(spark, root, "id, remark, note") == [(1, "a", "new")]
+
+
 def test_dropping_leaves_the_target_tables(spark: SparkSession, root: Path) -> None:
     sink, epoch = prepared(root)
     sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
