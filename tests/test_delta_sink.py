@@ -222,6 +222,20 @@ def test_values_that_nobody_has_are_asked_for_and_nothing_is_applied(spark: Spar
     assert [c.keys for c in sink.record().chunks] == [None]  # type: ignore[union-attr]
 
 
+def test_values_that_nobody_has_are_asked_for_before_there_is_a_table(spark: SparkSession, root: Path) -> None:
+    sink = opened(root)
+    sink.prepare([TARGET], [], IDENTITY, 100)
+    epoch = sink.take_epoch("test")
+    columns = {"erased": pa.array([False]), "c0": text("5"), "c1": text(None), "c2": text("7")}
+    unknown = pa.table(columns | {"missing": pa.array(["{1}"]), "o0": text("5")})
+    with pytest.raises(MissingValues) as missing:
+        sink.commit(epoch, 100, 200, [stage(sink, epoch, [Effect(LABEL, False, unknown)])])
+    assert missing.value.keys == {LABEL: frozenset({("5",)})}
+    later = Watermark(Snapshot(10, 12, frozenset({11})), 160)
+    sink.replace(epoch, TARGET, missing.value.keys[LABEL], iter([batch(("5", "read", "7"))]), lambda: later, TARGET)
+    assert rows(spark, root) == [(5, "read", "7.00")]
+
+
 def test_an_old_epoch_commits_nothing(spark: SparkSession, root: Path) -> None:
     sink, old = prepared(root)
     unit = [stage(sink, old, [upsert("1", "zombie", "1")])]
@@ -449,6 +463,17 @@ def test_tables_that_other_readers_of_delta_can_read(spark: SparkSession, root: 
     before, after = (replace(TARGET, table=replace(TABLE, columns=kept)) for kept in (columns, columns[:2]))
     with pytest.raises(RowsNeeded, match="drop amount"):
         sink.redefine(epoch, before, after)
+
+
+def test_a_column_takes_the_name_that_another_has_given_up(spark: SparkSession, root: Path) -> None:
+    sink, epoch = prepared(root)
+    copy(sink, epoch, CHUNK, ("1", "a", "1.50"))
+    numbered = [replace(column, attnum=n) for n, column in enumerate(TABLE.columns, 1)]
+    before = replace(TARGET, table=replace(TABLE, columns=tuple(numbered)))
+    numbered[1] = replace(numbered[1], name="remark")
+    note = replace(numbered[1], name="note", attnum=4, missing="new")
+    sink.redefine(epoch, before, replace(TARGET, table=replace(TABLE, columns=(*numbered, note))))
+    assert rows(spark, root, "id, remark, note") == [(1, "a", "new")]
 
 
 def test_dropping_leaves_the_target_tables(spark: SparkSession, root: Path) -> None:

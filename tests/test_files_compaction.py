@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import Failpoint, GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, GateClosed
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction
 from airflow_cdc_provider.engine.sinks.files.datafile import DataFile
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
+from airflow_cdc_provider.engine.sinks.files.writing import note_of
+from airflow_cdc_provider.engine.sinks.lake import log
+from airflow_cdc_provider.engine.sinks.lake.changes import Change
+from airflow_cdc_provider.engine.sinks.lake.log import SPAN
 from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.record import Commit
 from tests.files_sink import (
     AT,
     BODY,
@@ -31,6 +37,7 @@ from tests.files_sink import (
     STORES,
     TARGET,
     change,
+    chunk,
     column,
     data_files,
     effect,
@@ -176,6 +183,67 @@ def test_wherever_it_breaks_off_the_rows_stay(
     run(compaction(sink, later=4000))
     assert [sink.root.location(name) for name in data_files(sink)] == paths(sink), "orphans are gone"
     assert events(sink) == before
+
+
+def test_files_of_two_formats_stay_by_themselves_and_the_second_is_refused(tmp_path: Path) -> None:
+    """A process whose pipeline file has been edited, beside others that have read it before."""
+    with provisioned("json", tmp_path) as made:
+        epoch = made.take_epoch("me")
+        fill(made, epoch, 3)
+        edited = replace(made, format="parquet")
+        fill(edited, epoch, 3, start=53)
+        before = events(made)
+        assert [event["id"] for event in before] == [str(lsn) for lsn in range(50, 56)]
+        assert events(edited) == before
+        assert run(compaction(edited)) == Compacted(files=6, made=2, rows=6)
+        assert events(made) == events(edited) == before
+        for refused in (made, edited):
+            with pytest.raises(ConfigError, match=r"sink\.format"):
+                refused.check_targets([TARGET])
+            with pytest.raises(ConfigError, match=r"sink\.format"):
+                refused.take_epoch("next")
+
+
+def others_go_on(made: FilesSink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next writer stand still between creating its entry and looking whether it counts, until that one and
+    those before it have been pruned."""
+
+    def standing_still(place: str) -> None:
+        if place == "after-entry":
+            monkeypatch.undo()
+            for n in range(2 * SPAN + 10):
+                made.append_beside("an entry", lambda contents, n=n: Commit(Change({"others": {"n": n}})))  # type: ignore[misc]
+
+    monkeypatch.setattr(log, "failpoint", standing_still)
+
+
+def test_who_stands_still_while_others_go_on_from_its_entry_keeps_the_files_that_it_names(
+    sink: FilesSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = sink.take_epoch("me")
+    fill(sink, epoch)
+    before, chosen = events(sink), group(sink)
+    made = compaction(sink)._write(chosen)
+    others_go_on(sink, monkeypatch)
+    assert compaction(sink)._commit(chosen, made)
+    assert events(sink) == before
+    others_go_on(sink, monkeypatch)
+    assert unit(sink, epoch, 55, 56, effect(change("i", 56, "55", None, None)))
+    assert [event["id"] for event in events(sink)] == ["50", "51", "52", "53", "54", "55"]
+    assert chunk(sink, epoch, CHUNKS[0], ("1", "a", None)) == 1
+    assert set(paths(sink)) <= {sink.root.location(name) for name in data_files(sink)}
+
+
+def test_sweeping_leaves_files_to_readers_that_a_compaction_has_replaced(sink: FilesSink) -> None:
+    epoch = sink.take_epoch("me")
+    fill(sink, epoch)
+    named = data_files(sink)
+    notes = sink._staging("units", epoch)
+    notes.replace(note_of(named[0]), named[0].encode())  # as it stays when a run dies after its commit
+    run(compaction(sink))
+    sink.sweep(sink.take_epoch("next"))
+    assert not notes.files()
+    assert set(named) <= set(data_files(sink))
 
 
 def _units(url: str, epoch: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,9 +29,12 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import RowsNeeded, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.datafile import FIRST_READ
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
+from airflow_cdc_provider.engine.sinks.lake.changes import Change
 from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.record import Commit
 from tests.files_sink import (
     AT,
     BODY,
@@ -389,6 +393,61 @@ def test_a_table_whose_files_are_gone_is_missing(sink: FilesSink) -> None:
     assert sink.missing([TARGET]) == ()
     sink.root.remove("public/t")
     assert sink.missing([TARGET]) == (TARGET,)
+
+
+@pytest.mark.parametrize("file", ["_manifest/public/t.txt", "_manifest/shop.json"])
+def test_what_a_process_has_put_back_when_it_wakes_up_it_publishes_anew(
+    sink: FilesSink, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """It stands still before it replaces a file, until the stream, another process, has published something newer."""
+    epoch = sink.take_epoch("me")
+    unit(sink, epoch, 50, 51, effect(change("i", 51, "1", None, None)))
+    streams: dict[Any, Any] = dict(manifest._listed)
+    replaced = Place.replace
+
+    def after_standing_still(place: Place, name: str, data: bytes) -> None:
+        if name == file:
+            monkeypatch.undo()
+            with switched_to(streams):
+                unit(sink, epoch, 51, 52, effect(change("i", 52, "2", None, None)))
+            assert len(paths(sink)) == 2
+        replaced(place, name, data)
+
+    monkeypatch.setattr(Place, "replace", after_standing_still)
+    with switched_to({}):
+        assert sink.append_beside("an entry", lambda contents: Commit(Change({"others": {"n": 1}})))
+        sink.publish()
+    assert len(paths(sink)) == len(told(sink)["tables"]["public.t"]["files"]) == 2
+    with switched_to(streams):
+        unit(sink, epoch, 52, 60)
+    assert len(paths(sink)) == len(told(sink)["tables"]["public.t"]["files"]) == 2
+    assert told(sink)["applied"] == "0/3C"
+
+
+@contextmanager
+def switched_to(cache: dict[Any, Any]) -> Iterator[None]:
+    """Be the process that remembers having written what is in ``cache``."""
+    before = dict(manifest._listed)
+    manifest._listed.clear()
+    manifest._listed.update(cache)
+    yield
+    cache.clear()
+    cache.update(manifest._listed)
+    manifest._listed.clear()
+    manifest._listed.update(before)
+
+
+def test_lists_that_a_process_has_left_behind_are_put_right_with_the_manifest(sink: FilesSink) -> None:
+    """It dies after it has put back the list and the manifest."""
+    epoch = sink.take_epoch("me")
+    unit(sink, epoch, 50, 51, effect(change("i", 51, "1", None, None)))
+    names = ("_manifest/public/t.txt", "_manifest/shop.json")
+    older = {name: sink.root.read(name) or b"" for name in names}
+    unit(sink, epoch, 51, 52, effect(change("i", 52, "2", None, None)))
+    for name, text in older.items():
+        sink.root.replace(name, text)
+    unit(sink, epoch, 52, 60)
+    assert len(paths(sink)) == len(told(sink)["tables"]["public.t"]["files"]) == 2
 
 
 def test_dropping_leaves_the_tables_and_the_last_manifest(sink: FilesSink) -> None:

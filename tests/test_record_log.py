@@ -265,6 +265,19 @@ def test_changes_add_up(before: Change, one: Change, other: Change) -> None:
     assert Change.from_dict(both.to_dict()).apply(contents) == both.apply(contents)
 
 
+def test_a_change_of_much_looks_at_what_goes_once() -> None:
+    looks = []
+
+    class Looked(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            looks.append(1)
+            return super().__iter__()
+
+    names = [str(n) for n in range(100)]
+    assert Change(removed={"files": Looked(names)}).apply({"files": dict.fromkeys(names, 1)}) == {}
+    assert len(looks) == 1
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(CHANGES, min_size=SPAN, max_size=3 * SPAN), st.lists(st.booleans(), min_size=5))
 def test_the_contents_are_the_changes_of_all_entries(made: list[Change], fresh: list[bool]) -> None:
@@ -583,6 +596,52 @@ def test_a_step_that_was_decided_is_carried_out_once_by_whoever_comes_next(
     assert not sink.unit(epoch, 50, 60, {"t1": "a", "t2": "b"})
     assert sink.unit(epoch, 60, 70, {"t1": "c"})
     assert (sink.values("t1"), sink.values("t2")) == (["a", "c"], ["b"])
+
+
+@pytest.mark.parametrize("entering", ["rejoins", "enters"])
+def test_a_part_goes_on_behind_a_step_that_was_decided_under_its_epoch(
+    sink: Numbers, entering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an automatic restart in the same run, and as the next task of it: neither takes the epoch."""
+    epoch = sink.take_epoch("me")
+    monkeypatch.setenv(VARIABLE, "before-step:error")
+    with pytest.raises(Failpoint):
+        sink.unit(epoch, 50, 60, {"t1": "a"})
+    monkeypatch.delenv(VARIABLE)
+    if entering == "rejoins":
+        sink.end_sessions()
+    else:
+        assert sink.missing([TARGET]) == ()
+    record = sink.record()
+    assert record is not None
+    assert sink.unit(epoch, record.applied, 65, {"t1": "b"}), "a unit that ends elsewhere than the one before"
+    assert sink.values("t1") == ["a", "b"]
+
+
+def test_sweeping_leaves_what_a_step_that_was_decided_still_needs(
+    sink: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = sink.take_epoch("me")
+    sink._staging("units", epoch).replace("f", b"1")
+    monkeypatch.setenv(VARIABLE, "before-step:error")
+    with pytest.raises(Failpoint):
+        sink.unit(epoch, 50, 60, {"t1": "a"})
+    sink.sweep(epoch)
+    assert (sink._home / "staging").files() == [f"units/{epoch}/f"]
+    with pytest.raises(Failpoint):
+        sink.take_epoch("next")
+    monkeypatch.delenv(VARIABLE)
+    record = sink.record()
+    assert record is not None
+    assert record.epoch > epoch, "it is taken before the step is carried out, so that nobody decides another meanwhile"
+    sink.sweep(record.epoch)
+    assert (sink._home / "staging").files() == [f"units/{epoch}/f"]
+    epoch = sink.take_epoch("the one after")
+    record = sink.record()
+    assert record is not None
+    assert (record.epoch, record.applied, sink.values("t1")) == (epoch, 60, ["a"])
+    sink.sweep(epoch)
+    assert not (sink._home / "staging").files()
 
 
 def test_a_step_that_an_overtaken_run_carries_out_late_changes_nothing(sink: Numbers) -> None:

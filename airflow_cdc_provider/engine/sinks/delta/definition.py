@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Target
 from airflow_cdc_provider.engine.sinks.delta.layout import sql_type
 from airflow_cdc_provider.engine.sinks.delta.work import Alteration
-from airflow_cdc_provider.engine.sinks.lake.values import arrow_type
+from airflow_cdc_provider.engine.sinks.lake.values import TEXT, arrow_type, to_typed
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 
@@ -32,7 +32,16 @@ class Present:
 
     def type_of(self, name: str) -> str | None:
         """The type of a column, whose name's case does not matter; ``None`` without it."""
-        return {known.lower(): kind for known, kind in self.columns.items()}.get(name.lower())
+        return self._types.get(name.lower())
+
+    def renamed(self, old: str, new: str) -> Present:
+        """What it is like when a column has another name."""
+        kinds = dict(self._types)
+        return replace(self, columns={new.lower(): kinds.pop(old.lower()), **kinds})
+
+    @property
+    def _types(self) -> dict[str, str]:
+        return {known.lower(): kind for known, kind in self.columns.items()}
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ def plan(before: Target, after: Target, present: Present, mode: Mode, rows_stay:
     :param rows_stay: otherwise all are about to be written anew; of a changelog, the history stays all the same.
     :raises RowsNeeded: when the rows would not have the source's values.
     :raises CannotFollow: when the table cannot be changed so.
+    :raises LimitExceeded: when what the rows have in an added column is none of its type.
     """
     change = redefinition(before.table, after.table)
     former = {new: old for old, new in change.renamed}
@@ -57,6 +67,7 @@ def plan(before: Target, after: Target, present: Present, mode: Mode, rows_stay:
         _refuse_partition(after, present, old)
         if present.type_of(old) is not None and present.type_of(new) is None and present.mapped:
             alterations.append(Alteration("rename", old, new))
+            present = present.renamed(old, new)
         elif rows_stay:
             raise RowsNeeded(f"the target cannot rename {old} to {new}")
         else:
@@ -70,7 +81,7 @@ def plan(before: Target, after: Target, present: Present, mode: Mode, rows_stay:
                 alterations.append(Alteration("drop", name))
     added = {column.name for column in change.added}
     for column in after.table.columns:
-        kind, wanted = present.type_of(former.get(column.name, column.name)), sql_type(arrow_type(column))
+        kind, wanted = present.type_of(column.name), sql_type(arrow_type(column))
         if kind is None:
             if column.name not in added and rows_stay:
                 raise RowsNeeded(f"the target has no column {column.name}")
@@ -89,8 +100,11 @@ def plan(before: Target, after: Target, present: Present, mode: Mode, rows_stay:
                     f"Rename the column there (ALTER TABLE … RENAME COLUMN), and start again: a new {column.name} is"
                     " added.",
                 )
-    values = {column.name: column.missing for column in change.added if column.missing is not None}
-    return Plan(tuple(alterations), values if rows_stay else {})
+    values = {column.name: column.missing for column in change.added if column.missing is not None and rows_stay}
+    for column in change.added:
+        if column.name in values:
+            to_typed(pa.array([column.missing], TEXT), arrow_type(column), f"{after.table.label}.{column.name}")
+    return Plan(tuple(alterations), values)
 
 
 def _refuse_partition(after: Target, present: Present, name: str) -> None:

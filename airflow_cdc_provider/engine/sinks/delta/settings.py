@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from airflow_cdc_provider.engine.section import as_mapping, as_text, one_of
+from airflow_cdc_provider.engine.sinks.lake.path import as_path
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
 class DeltaSettings:
     """See :class:`.SinkSettings`.
 
-    :param path: URL of the folder of the tables, and of the commit record.
+    :param path: the folder of the tables and of the commit record: a local path, or a URL that fsspec knows.
     :param catalog: of Spark, in which the tables are; ``None`` where they are folders below ``path``.
     :param partition_by: by label of a source table, columns by which its target is partitioned.
     :param properties: of tables that are made, beyond ours.
@@ -47,7 +48,7 @@ class DeltaSettings:
     def parse(cls, section: Section) -> Self:
         """See :meth:`.SinkSettings.parse`."""
         return cls(
-            path=section.take("path", as_text).rstrip("/"),
+            path=section.take("path", as_path),
             catalog=section.take("catalog", as_text, "") or None,
             partition_by=section.take("partition_by", _as_columns, ()),
             deletion_vectors=section.take("deletion_vectors", _as_bool, True),

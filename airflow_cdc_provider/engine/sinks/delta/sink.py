@@ -8,9 +8,10 @@ never has to be read again. Executors write Parquet files; everything that takes
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +25,14 @@ from airflow_cdc_provider.engine.arrays import array_texts
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.effects import MISSING, Effect
-from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, GateClosed, StagingLost, TargetConflict
+from airflow_cdc_provider.engine.errors import (
+    ConfigError,
+    ForeignTable,
+    GateClosed,
+    StagingLost,
+    StreamFailed,
+    TargetConflict,
+)
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
@@ -34,16 +42,28 @@ from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, Staged
 from airflow_cdc_provider.engine.sinks.delta import net, staging
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout, location, quoted, require_possible, table_columns
-from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line, insistently, session
+from airflow_cdc_provider.engine.sinks.delta.spark import (
+    SPARK_ERRORS,
+    first_line,
+    insistently,
+    session,
+    stands_in_the_way,
+)
 from airflow_cdc_provider.engine.sinks.delta.table import DeltaTable, has_log
-from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, of_step, to_json
+from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made, made, of_step, to_json, unmade
 from airflow_cdc_provider.engine.sinks.lake import changes
-from airflow_cdc_provider.engine.sinks.lake.changes import Contents, Step
+from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
+from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, arrow_type, to_texts, to_typed
 
+log = logging.getLogger(__name__)
+
 FIRST_READ = -1_000_000
 """``_seq`` of rows in a changelog that were read: far below changes, which count from 1."""
+
+Decided = tuple[Sequence[TableWork], Change]
+"""What is to be done to tables, and what the record says when that has been done."""
 
 _TABLES_AT_ONCE = 4
 
@@ -99,13 +119,15 @@ class DeltaSink(LakeRecord):
         whole = chunk.lower is None and chunk.upper is None
         removals = self._stage_removals(epoch, target, None) if whole and self.mode == "changelog" else None
 
-        def decide(contents: Contents) -> Commit | None:
+        def decide(contents: Contents) -> Decided | None:
             if not self._is_open(contents, chunk, origin):
                 return None
             failpoint("before-chunk-commit")
             then = changes.chunk_committed(chunk, written.watermark, written.rows, epoch)
             label = target.table.label
-            create = whole or not _finished(contents, label)
+            create = whole or not is_made(contents, label)
+            if not create:
+                self._require_there(target)
             if self.mode == "mirror":
                 parts: tuple[Part, ...] = (Part((written.file,)),)
             else:
@@ -113,12 +135,14 @@ class DeltaSink(LakeRecord):
             work = TableWork(label, "append", parts, create=create)
             if whole and self.mode == "mirror":
                 work = TableWork(label, "replace", parts, create=True)
-            return Commit(work=to_json([work]), then=then)
+            return [work], then
 
-        committed = self._append(epoch, f"chunk {chunk.title}", decide)
-        self._home.remove(written.file)
+        committed = self._commit(epoch, f"chunk {chunk.title}", decide)
+        for file in (written.file, removals):
+            if file is not None:
+                self._home.remove(file)
         failpoint("after-chunk-commit")
-        return None if committed is None else written.rows
+        return written.rows if committed else None
 
     def replace(
         self,
@@ -154,23 +178,26 @@ class DeltaSink(LakeRecord):
             parts = (Part((file,)),)
         watermark = finish()
 
-        def decide(contents: Contents) -> Commit:
+        def decide(contents: Contents) -> Decided:
             failpoint("before-reread-commit")
-            work = TableWork(label, "merge", parts, target=target)
+            create = keys is None or not is_made(contents, label)
+            if not create:
+                self._require_there(target)
+            work = TableWork(label, "merge", parts, create=create, target=target)
             if self.mode == "changelog":
                 work = TableWork(
                     label,
                     "append",
                     self._events(contents, target, removals, file),
-                    create=keys is None,
+                    create=create,
                     alterations=self._altered(before, target).alterations if before is not None else (),
                     target=target,
                 )
             elif keys is None:
                 work = TableWork(label, "replace", parts, create=True, target=target)
-            return Commit(work=to_json([work]), then=changes.reread(contents, target, keys, watermark, rows))
+            return [work], changes.reread(contents, target, keys, watermark, rows)
 
-        self._append(epoch, f"{label} read again", decide)
+        self._commit(epoch, f"{label} read again", decide)
         failpoint("after-reread-commit")
         return rows
 
@@ -179,10 +206,13 @@ class DeltaSink(LakeRecord):
         failpoint("before-redefinition")
         require_possible(self.layout, after, self.mode)
 
-        def decide(contents: Contents) -> Commit:
+        def decide(contents: Contents) -> Decided:
+            if not is_made(contents, before.table.label) and self._is_gone(before):
+                return [], changes.redefined(after)  # it is made so when its first rows come
+            self._require_there(before)
             found = plan(before, after, self._present(before), self.mode, rows_stay=True)
             if not found.alterations:
-                return Commit(changes.redefined(after))
+                return [], changes.redefined(after)
             work = TableWork(
                 after.table.label,
                 "fill" if found.values else "alter",
@@ -190,9 +220,9 @@ class DeltaSink(LakeRecord):
                 values=found.values,
                 target=after,
             )
-            return Commit(work=to_json([work]), then=changes.redefined(after))
+            return [work], changes.redefined(after)
 
-        self._append(epoch, f"{after.table.label} redefined", decide)
+        self._commit(epoch, f"{after.table.label} redefined", decide)
         failpoint("after-redefinition")
 
     def check_condition(self, target: Target, where: str) -> None:
@@ -294,21 +324,43 @@ class DeltaSink(LakeRecord):
         """See :meth:`.base.Sink.commit`."""
         failpoint("before-batch-commit")
 
-        def decide(contents: Contents) -> Commit | None:
+        def decide(contents: Contents) -> Decided | None:
             if not self._is_next(contents, start, end, pieces):
                 return None
             tables = self._unit(epoch, contents, pieces)
             failpoint("in-batch-commit")
-            then = changes.unit_applied(contents, end, time.time())
-            return Commit(work=to_json(tables), then=then) if tables else Commit(then)
+            return tables, changes.unit_applied(contents, end, time.time())
 
-        committed = self._append(epoch, f"unit ({format_lsn(start)}, {format_lsn(end)}]", decide)
+        committed = self._commit(epoch, f"unit ({format_lsn(start)}, {format_lsn(end)}]", decide)
         for piece in pieces:
             for staged in piece.tables:
                 if staged.relation is not None:
                     self._home.remove(staged.relation)
         failpoint("after-batch-commit")
-        return committed is not None
+        return committed
+
+    def _commit(self, epoch: int, title: str, decide: Callable[[Contents], Decided | None]) -> bool:
+        """Append an entry that decides what is done to tables, and do it; what was staged for it goes then.
+
+        :param decide: as for :meth:`.record.LakeRecord._append`.
+        :returns: whether anything was to be committed.
+        """
+        staged: list[str] = []
+
+        def commit(contents: Contents) -> Commit | None:
+            decided = decide(contents)
+            if decided is None:
+                return None
+            works, then = decided
+            if not works:
+                return Commit(then)
+            staged.extend(file for work in works for part in work.parts for file in part.files)
+            return Commit(work=to_json(works), then=then + made(work.label for work in works if work.create))
+
+        committed = self._append(epoch, title, commit) is not None
+        for file in staged:
+            self._home.remove(file)
+        return committed
 
     def _unit(self, epoch: int, contents: Contents, pieces: Sequence[StagedPiece]) -> list[TableWork]:
         """What a unit does to each table.
@@ -325,7 +377,9 @@ class DeltaSink(LakeRecord):
         missing: dict[str, frozenset[tuple[str, ...]]] = {}
         works = []
         for label, layers in tables.items():
-            create = not _finished(contents, label)
+            create = not is_made(contents, label)
+            if not create:
+                self._require_there(targets[label])
             if self.mode == "changelog":
                 files = tuple(staged.relation for staged in layers if staged.relation is not None)
                 if files:
@@ -355,7 +409,8 @@ class DeltaSink(LakeRecord):
         table = self._table(target)
         names = [column.name for column in target.table.columns]
         folded = net.folded(table.effects([part.files for part in parts]), table.key, len(names))
-        filled = net.filled(folded, None if emptied else table.read(), names, table.key)
+        there = None if emptied or not table.exists() else table.read()
+        filled = net.filled(folded, there, names, table.key)
         file = f"staging/units/{epoch}/{uuid.uuid4().hex}"
         filled.write.parquet(location(self._home / file))
         unknown = table.spark.read.parquet(location(self._home / file)).where(net.UNKNOWN)
@@ -370,12 +425,6 @@ class DeltaSink(LakeRecord):
             )
 
     # -- what the record asks -----------------------------------------------------------------------
-
-    def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is carried out, and in the record."""
-        epoch = super().take_epoch(owner, at_least)
-        self._append(epoch, "", lambda contents: None)
-        return epoch
 
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
         """See :meth:`.record.LakeRecord._check_target`."""
@@ -416,6 +465,10 @@ class DeltaSink(LakeRecord):
                 f"Rename or empty {name}, then run `airflow-cdc resnapshot --all` again.",
             )
 
+    def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
+        """See :meth:`.record.LakeRecord._described`: tables are made, unless they are there, with their first rows."""
+        return unmade(target.table.label for target in targets)
+
     def _fit(self, contents: Contents, targets: Sequence[Target]) -> Mapping[str, Any] | None:
         """See :meth:`.record.LakeRecord._fit`: a mirror gets them with its rows."""
         recorded = changes.targets_of(contents)
@@ -452,10 +505,20 @@ class DeltaSink(LakeRecord):
             try:
                 insistently(lambda: self._table(target).write(what, application, step.number, is_open))
             except SPARK_ERRORS as e:
+                if not is_open():
+                    return  # another process of the run has done it, and removed what was staged
+                said = f"the target table {target.schema}.{target.name} could not be written: {first_line(e)}"
+                if not stands_in_the_way(e):
+                    raise StreamFailed(said, "Start again: what has been decided is done first.") from e
+                if self._is_gone(target) and not what.create:
+                    # With the step behind, the next start finds it missing, and says what helps.
+                    log.warning("the target table %s.%s is gone; its rows are left out", target.schema, target.name)
+                    return
                 raise TargetConflict(
-                    f"the target table {target.schema}.{target.name} could not be written: {first_line(e)}",
+                    said,
                     "What has been decided is done when the pipeline starts again. Remove what stands in the way, such"
-                    f" as a constraint. If the table is gone, run `airflow-cdc resnapshot --table {what.label}`.",
+                    f" as a constraint. If the table was made by others, drop it, start again, and run `airflow-cdc"
+                    f" resnapshot --table {what.label}`.",
                 ) from e
             failpoint("after-table-written")
 
@@ -465,14 +528,30 @@ class DeltaSink(LakeRecord):
         with ThreadPoolExecutor(_TABLES_AT_ONCE) as pool:
             list(pool.map(carry_out, works))
 
-    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`: a table is made when its first rows come."""
-        head = self._log.head()
+    def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.record.LakeRecord._missing`: a table is made when its first rows come."""
         contents: Contents = {} if head is None else head.contents
-        begun = [target for target in targets if _finished(contents, target.table.label)]
+        begun = [target for target in targets if is_made(contents, target.table.label)]
         if self.layout.catalog is None:
             return tuple(target for target in begun if not has_log(self.layout, target))
         return tuple(target for target in begun if not self._table(target).exists())
+
+    def _is_gone(self, target: Target) -> bool:
+        """Whether a target table does not exist, without listing its log, which may be long."""
+        if self.layout.catalog is None:
+            return self.layout.place(target).size("_delta_log") is None
+        return not self._table(target).exists()
+
+    def _require_there(self, target: Target) -> None:
+        """Refuse to decide anything for a table that was there and is no longer.
+
+        :raises TargetConflict: naming it.
+        """
+        if self._is_gone(target):
+            raise TargetConflict(
+                f"the target table {target.schema}.{target.name} no longer exists",
+                f"Run `airflow-cdc resnapshot --table {target.table.label}`: it creates and fills it.",
+            )
 
     def is_there(self, target: Target) -> bool:
         """Whether a target table exists."""
@@ -525,12 +604,6 @@ class DeltaSink(LakeRecord):
 
     def _table(self, target: Target) -> DeltaTable:
         return DeltaTable(session(dict(self.conf)), self.layout, target, self.mode, self._home)
-
-
-def _finished(contents: Contents, label: str) -> bool:
-    """Whether rows of a table have been committed."""
-    chunks = contents.get("chunks", {}).values()
-    return any(chunk["definition"]["table"] == label and "snapshot" in chunk for chunk in chunks)
 
 
 def _texts(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.errors import SparkUnusable
@@ -17,6 +17,8 @@ SPARK_ERRORS = (PySparkException, Py4JJavaError)
 
 _ATTEMPTS = 20
 _CONFLICTS = ("DELTA_CONCURRENT_", "DELTA_METADATA_CHANGED", "DELTA_PROTOCOL_CHANGED", "ConcurrentModification")
+
+_REFUSALS = ("CONSTRAINT", "InvariantViolation", "AnalysisException", "DELTA_EXCEED_CHAR_VARCHAR_LIMIT")
 
 T = TypeVar("T")
 
@@ -59,6 +61,11 @@ def insistently(step: Callable[[], T]) -> T:
             if attempt == _ATTEMPTS - 1 or not any(name in str(e) for name in _CONFLICTS):
                 raise
     raise AssertionError
+
+
+def stands_in_the_way(error: Exception) -> bool:
+    """Whether a table was not written for what it is, its constraints or columns: trying again does not help."""
+    return isinstance(error, AnalysisException) or any(name in str(error) for name in _REFUSALS)
 
 
 def first_line(error: Exception) -> str:

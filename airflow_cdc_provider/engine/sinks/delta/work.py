@@ -1,15 +1,21 @@
-"""What an entry of the log has decided to be done to tables: JSON values, which say it to whoever does it."""
+"""What an entry of the log has decided to be done to tables: JSON values, which say it to whoever does it.
+
+The log has a section of its own for a Delta sink, see :mod:`..lake.changes`: ``made``, the labels of the tables whose
+targets have been made.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.lake.changes import Contents, targets_of
+from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, targets_of
+
+_MADE = "made"
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,22 @@ class TableWork:
         if target := given.get("target"):
             given["target"] = Target(Table.from_dict(target["definition"]), target["schema"], target["name"])
         return cls(**given)
+
+
+def is_made(contents: Contents, label: str) -> bool:
+    """Whether the target of a table has been made, so that one that is not there is one that was dropped."""
+    return label in contents.get(_MADE, {})
+
+
+def made(labels: Iterable[str]) -> Change:
+    """Targets have been made."""
+    found = dict.fromkeys(labels, True)
+    return Change({_MADE: found}) if found else Change()
+
+
+def unmade(labels: Iterable[str]) -> Change:
+    """Targets are made again with their next rows, unless they are there."""
+    return Change(removed={_MADE: list(labels)})
 
 
 def to_json(tables: Sequence[TableWork]) -> dict[str, Any]:

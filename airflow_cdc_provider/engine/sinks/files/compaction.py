@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from airflow_cdc_provider.engine.errors import GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, partition, replaced
+from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, known, partition, replaced
 from airflow_cdc_provider.engine.sinks.files.format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
@@ -93,10 +93,10 @@ class Compaction:
         return Compacted(files, made, rows, removed)
 
     def _groups(self, contents: Contents) -> Iterator[list[DataFile]]:
-        """Files of one table, version and date that together make one, in the order of their rows."""
+        """Files of one table, version, date and format that together make one, in the order of their rows."""
         small = [file for file in files_of(contents) if file.size < self.target_bytes / 2]
-        small.sort(key=lambda file: (file.folder, file.version, file.date, file.first, file.last, file.path))
-        for _, found in groupby(small, key=lambda file: (file.folder, file.version, file.date)):
+        small.sort(key=lambda file: (*_kind(file), file.first, file.last, file.path))
+        for _, found in groupby(small, key=_kind):
             group: list[DataFile] = []
             for file in found:
                 if group and sum(each.size for each in group) + file.size > self.target_bytes:
@@ -110,11 +110,10 @@ class Compaction:
     def _write(self, group: Sequence[DataFile]) -> DataFile:
         """One file with the rows of all, a batch at a time."""
         first = group[0]
-        suffix = first.path.rpartition(".")[2]
-        name = f"{partition(first.folder, first.version, first.date)}/{uuid.uuid4().hex}.{suffix}"
+        name = f"{partition(first.folder, first.version, first.date)}/{uuid.uuid4().hex}.{first.format}"
         root = self.sink.root
         with root.writing(name) as out:
-            if suffix == "json":
+            if first.format == "json":
                 for file in group:
                     with root.reading(file.path) as lines:
                         while piece := lines.read(_COPIED_BYTES):
@@ -161,9 +160,7 @@ class Compaction:
 
         done = self.sink.append_beside(f"{len(group)} files of {written.folder} compacted", decide)
         failpoint("after-compaction")
-        if not done:
-            self.sink.root.remove(written.path)
-        return done
+        return done or self.sink.settled([written.path])
 
     def _remove_old(self) -> int:
         """Delete files that were replaced long ago; then forget them."""
@@ -181,14 +178,18 @@ class Compaction:
         head = self.sink.head()
         if head is None:
             return 0
-        known = head.contents.get("files", {}).keys() | head.contents.get("old", {}).keys()
-        removed = 0
+        named, removed = known(head.contents), 0
         for folder in head.contents.get("shapes", {}):
             for path in self.sink.root.files(folder):
-                if path not in known and self.now - (self.sink.root.modified(path) or self.now) >= self.retention:
+                if path not in named and self.now - (self.sink.root.modified(path) or self.now) >= self.retention:
                     self.sink.root.remove(path)
                     removed += 1
         return removed
+
+
+def _kind(file: DataFile) -> tuple[str, int, str, str]:
+    """What files have in common that can become one."""
+    return file.folder, file.version, file.date, file.format
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:

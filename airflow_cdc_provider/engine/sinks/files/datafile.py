@@ -54,6 +54,11 @@ class DataFile:
     first: int
     last: int
 
+    @property
+    def format(self) -> Format:
+        """What it is written in, whatever the pipeline file says by now."""
+        return "json" if self.path.endswith(".json") else "parquet"
+
     def to_dict(self) -> dict[str, Any]:
         """The file as JSON values; :meth:`from_dict` reads them back."""
         return {**asdict(self), "first": format_lsn(self.first), "last": format_lsn(self.last)}
@@ -119,6 +124,11 @@ def files_of(contents: Contents) -> list[DataFile]:
     """All files of the changelogs, in the order of their rows."""
     found = map(DataFile.from_dict, contents.get("files", {}).values())
     return sorted(found, key=lambda file: (file.folder, file.version, file.first, file.last, file.path))
+
+
+def known(contents: Contents) -> set[str]:
+    """The paths of all files that are, or have been, in the changelogs, and that readers may be at."""
+    return {*contents.get("files", {}), *contents.get("old", {})}
 
 
 def shape_of(contents: Contents, folder: str) -> Shape:

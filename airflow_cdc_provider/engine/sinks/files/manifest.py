@@ -5,13 +5,17 @@ the same unit. Before that, the paths of each table's files are listed in ``_man
 line, which most readers take as it is.
 
 The log is the truth: a manifest can be behind it for a moment, and after a crash until the next step of the pipeline.
+Whoever has published looks at the log again. If that has gone on, another may have published something newer, which
+ours has replaced, be it in part; so it is all published again.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -25,23 +29,41 @@ FOLDER = "_manifest"
 _NUMBER = re.compile(rb'^\{"number": (\d+)')
 _NUMBER_BYTES = 64
 
-_listed: dict[tuple[Place, str], bytes] = {}  # what this process has last written
+_listed: dict[tuple[Place, str], tuple[int, Mapping[str, bytes]]] = {}
+"""By manifest the number that this process has last written, and the lists that it has left then."""
+
+_publishing = threading.RLock()
 
 
-def publish(root: Place, pipeline: str, head: Head) -> None:
-    """Bring a pipeline's manifest, and the lists of its tables, up to its log, unless they are."""
+def publish(root: Place, pipeline: str, newest: Callable[[], Head | None]) -> None:
+    """Bring a pipeline's manifest, and the lists of its tables, up to its log, unless they are.
+
+    :param newest: the head of the log as it is now.
+    """
     name = f"{FOLDER}/{pipeline}.json"
-    if _published(root, name) >= head.number:
-        return
-    failpoint("before-manifest")
-    found = manifest(root, pipeline, head)
-    for folder, paths in _current(root, head.contents).items():
-        _list(root, f"{FOLDER}/{folder}.txt", "".join(f"{path}\n" for path in paths).encode())
-    failpoint("in-manifest")
-    text = json.dumps(found).encode()
-    if _published(root, name) < head.number:  # looked at again, lest something newer be taken back
-        root.replace(name, text)
-    failpoint("after-manifest")
+    with _publishing:
+        head, overtaken = newest(), False
+        while head is not None:
+            before = _published(root, name)
+            if before >= head.number and not overtaken:
+                return
+            failpoint("before-manifest")
+            text = json.dumps(manifest(root, pipeline, head)).encode()
+            number, listed = _listed.pop((root, name), (0, {}))
+            known = listed if number == before and not overtaken else {}
+            lists = _lists(root, head.contents)
+            for list_, paths in lists.items():
+                if known.get(list_) != paths:
+                    root.replace(list_, paths)
+            failpoint("in-manifest")
+            if _published(root, name) <= head.number:  # looked at again, lest something newer be taken back
+                root.replace(name, text)
+                _listed[root, name] = head.number, lists
+            failpoint("after-manifest")
+            published, head = head, newest()
+            overtaken = True
+            if head is not None and head.number == published.number:
+                return
 
 
 def manifest(root: Place, pipeline: str, head: Head) -> dict[str, Any]:
@@ -82,24 +104,20 @@ def _by_folder(contents: Contents) -> dict[str, list[DataFile]]:
     return found
 
 
-def _current(root: Place, contents: Contents) -> dict[str, list[str]]:
-    """Of each table the paths of the files that can be read together."""
-    return {
-        folder: [root.location(file.path) for file in files if file.version == shape_of(contents, folder).version]
-        for folder, files in _by_folder(contents).items()
-    }
+def _lists(root: Place, contents: Contents) -> dict[str, bytes]:
+    """Of each table the paths of the files that can be read together, by the name of the list."""
+    found = {}
+    for folder, files in _by_folder(contents).items():
+        version = shape_of(contents, folder).version
+        paths = (root.location(file.path) for file in files if file.version == version)
+        found[f"{FOLDER}/{folder}.txt"] = "".join(f"{path}\n" for path in paths).encode()
+    return found
 
 
 def _told(root: Place, file: DataFile) -> dict[str, Any]:
     values = file.to_dict()
     told = ("version", "date", "rows", "size", "first", "last")
     return {"path": root.location(file.path)} | {name: values[name] for name in told}
-
-
-def _list(root: Place, name: str, text: bytes) -> None:
-    if _listed.get((root, name)) != text:
-        root.replace(name, text)
-        _listed[root, name] = text
 
 
 def _published(root: Place, name: str) -> int:

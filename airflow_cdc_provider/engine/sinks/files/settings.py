@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from airflow_cdc_provider.engine.section import as_text
+from airflow_cdc_provider.engine.sinks.lake.path import as_path
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class FilesSettings:
         """See :meth:`.SinkSettings.parse`."""
         section.take("mode", _changelog, "changelog")
         return cls(
-            path=section.take("path", _as_path),
+            path=section.take("path", as_path),
             format=cast(Format, section.take("format", _as_format, "parquet")),
             schema=section.take("schema", as_text, "{schema}"),
         )
@@ -100,14 +101,3 @@ def _as_format(value: object) -> str:
     if value not in ("parquet", "json"):
         raise ValueError("parquet or json")
     return str(value)
-
-
-def _as_path(value: object) -> str:
-    """A URL without user and password, or an absolute path."""
-    text = as_text(value).rstrip("/")
-    scheme, separator, rest = text.partition("://")
-    if not separator and not text.startswith("/"):
-        raise ValueError("an absolute path, or a URL such as s3://bucket/folder")
-    if separator and scheme != "abfs" and scheme != "abfss" and "@" in rest.partition("/")[0]:
-        raise ValueError("a URL without user and password; the store's library finds them in the environment")
-    return text

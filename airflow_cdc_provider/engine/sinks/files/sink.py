@@ -35,6 +35,7 @@ from airflow_cdc_provider.engine.sinks.files.datafile import (
     Shape,
     files_of,
     folder_of,
+    known,
     room_of,
     shape_of,
     with_files,
@@ -82,13 +83,14 @@ class FilesSink(LakeRecord):
                 "Leave it out by `columns` in the pipeline file, or rename it at the source.",
             )
         folder = folder_of(target)
-        known: Sequence[DataFile] = ()
+        ours_there: Sequence[DataFile] = ()
         if recorded is not None and (head := self._log.head()) is not None:
-            known = [file for file in files_of(head.contents) if file.folder == folder]
+            ours_there = [file for file in files_of(head.contents) if file.folder == folder]
         elif ours:
-            known = manifest.published(self.root, self.pipeline, folder)
-        if known:
-            last = max(file.last for file in known)
+            ours_there = manifest.published(self.root, self.pipeline, folder)
+        self._require_format(ours_there)
+        if ours_there:
+            last = max(file.last for file in ours_there)
             if start is not None and last > start:
                 raise GateClosed(
                     f"the changelog {target.schema}.{target.name} has events up to {format_lsn(last)}, but the"
@@ -101,6 +103,19 @@ class FilesSink(LakeRecord):
                 f"the folder {self.root.location(folder)} has files that pipeline {self.pipeline!r} did not write,"
                 f" such as {found[0].rpartition('/')[2]}",
                 "Move them away, or give the pipeline another path or target schema (`sink.path`, `sink.schema`).",
+            )
+
+    def _require_format(self, files: Sequence[DataFile]) -> None:
+        """Refuse to go on in another format: no reader takes the files of one list in two.
+
+        :raises ConfigError: naming both.
+        """
+        other = next((file for file in files if file.format != self.format), None)
+        if other is not None:
+            raise ConfigError(
+                f"sink.format: {self.format!r}, but the change logs of pipeline {self.pipeline!r} are in"
+                f" {other.format}, such as {self.root.location(other.path)}",
+                "Put the format back, or use another pipeline name, and another path, for the other format.",
             )
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
@@ -118,9 +133,8 @@ class FilesSink(LakeRecord):
     def _carry_out(self, contents: Contents, step: Step) -> None:
         """Nothing is done beside the log but what follows from it, see :meth:`publish`."""
 
-    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`: those whose files have all gone."""
-        head = self._log.head()
+    def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.record.LakeRecord._missing`: those whose files have all gone."""
         named = {file.folder for file in files_of(head.contents)} if head is not None else set[str]()
         return tuple(t for t in targets if folder_of(t) in named and not self.root.files(folder_of(t)))
 
@@ -133,6 +147,8 @@ class FilesSink(LakeRecord):
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.base.Sink.take_epoch`; manifests that an earlier run has left behind are brought up first."""
+        if (head := self.head()) is not None:
+            self._require_format(files_of(head.contents))
         epoch = super().take_epoch(owner, at_least)
         self.publish()
         return epoch
@@ -340,13 +356,29 @@ class FilesSink(LakeRecord):
             return Commit(commit.now + with_files(files))
 
         done = self._append(epoch, title, named) is not None
+        if not done:
+            done = self.settled([file.path for file in files])
         notes = self._staging(kind, epoch)
         for file in files:
-            if not done:
-                self.root.remove(file.path)
             notes.remove(note_of(file.path))
         self.publish()
         return done
+
+    def settled(self, paths: Sequence[str]) -> bool:
+        """Remove files whose entry was not appended as far as is known, unless it was.
+
+        Who stands still between the creation of an entry and its look at the one before is told that it does not count
+        when that one has been removed meanwhile, although others have gone on from it.
+
+        :param paths: of files that one entry was to name.
+        :returns: whether it did.
+        """
+        head = self.head()
+        found = known({} if head is None else head.contents)
+        for path in paths:
+            if path not in found:
+                self.root.remove(path)
+        return any(path in found for path in paths)
 
     def _writing(
         self, epoch: int, kind: Literal["units", "chunks"], folder: str, shape: Shape
@@ -355,9 +387,7 @@ class FilesSink(LakeRecord):
 
     def publish(self) -> None:
         """Bring the manifests up to the log."""
-        head = self._log.head()
-        if head is not None:
-            manifest.publish(self.root, self.pipeline, head)
+        manifest.publish(self.root, self.pipeline, self._log.head)
 
     def sweep(self, epoch: int) -> None:
         """See :meth:`.base.Sink.sweep`; with the notes go the files that no entry names."""
@@ -375,11 +405,11 @@ class FilesSink(LakeRecord):
 
     def _remove_unnamed(self, head: Head, chosen: Callable[[str, int], bool]) -> None:
         """Remove files that no entry of the log names, of some kinds and epochs."""
-        staging = self._home / "staging"
+        staging, found = self._home / "staging", known(head.contents)
         for name in staging.files():
             kind, epoch, _ = name.split("/")
             path = (staging.read(name) or b"").decode()
-            if chosen(kind, int(epoch)) and path and path not in head.contents.get("files", {}):
+            if chosen(kind, int(epoch)) and path and path not in found:
                 self.root.remove(path)
 
     # -- what a changelog does not need --------------------------------------------------------------
@@ -422,7 +452,7 @@ class FilesSink(LakeRecord):
         for each in files_of(contents):
             if (each.folder, each.version) == (folder, version):
                 with self.root.reading(each.path) as file:
-                    for batch in rows_.batches(self.format, file):
+                    for batch in rows_.batches(each.format, file):
                         yield rows_.texts(target, batch)
 
 

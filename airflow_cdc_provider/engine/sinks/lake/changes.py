@@ -47,7 +47,8 @@ class Change:
         """The contents after the change."""
         after = {name: section for name, section in contents.items() if name not in self.emptied}
         for name, keys in self.removed.items():
-            after[name] = {key: value for key, value in after.get(name, {}).items() if key not in set(keys)}
+            gone = set(keys)
+            after[name] = {key: value for key, value in after.get(name, {}).items() if key not in gone}
         for name, values in self.set.items():
             after[name] = {**after.get(name, {}), **values}
         return {name: section for name, section in after.items() if section}

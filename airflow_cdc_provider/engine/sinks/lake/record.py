@@ -94,6 +94,10 @@ class LakeRecord:
         """The work that gives recorded targets, all of whose rows will be replaced, the columns of ``targets``."""
         return None
 
+    def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """The targets that no longer exist; see :meth:`.base.Sink.missing`."""
+        return ()
+
     def _carry_out(self, contents: Contents, step: Step) -> None:
         """Do what a step says, if it has not been done: several processes may do so, at once and one after the other.
 
@@ -132,9 +136,12 @@ class LakeRecord:
         return head
 
     def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
-        """Append an entry, after whatever step is open has been carried out; then carry out what it decides.
+        """Append an entry, then carry out what it decides.
 
-        :param epoch: of the run; ``None`` for who takes it.
+        A step that is open is carried out before; without an epoch, whose entry may then come between the step's two,
+        afterwards, so that nobody else decides another one meanwhile.
+
+        :param epoch: of the run; ``None`` for who takes it, or needs none.
         :param what: the entry's title, for people.
         :param decide: says from the contents what is to be committed, ``None`` for nothing. Called again when another
             has appended meanwhile, so it must do nothing but decide.
@@ -293,7 +300,10 @@ class LakeRecord:
         self._append(epoch, "source noted", lambda contents: Commit(changes.noted(values)))
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is carried out first."""
+        """See :meth:`.base.Sink.take_epoch`; what an earlier run has decided is then carried out, and in the record.
+
+        :raises CdcError: when it cannot be. The epoch has been taken all the same.
+        """
         failpoint("before-epoch")
         taken: list[int] = []
 
@@ -308,13 +318,27 @@ class LakeRecord:
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.base.Sink.fenced`. Nobody can be kept from taking it: it is looked at, before and afterwards."""
+        """See :meth:`.base.Sink.fenced`. Nobody can be kept from taking it: it is looked at, before and afterwards.
+
+        What is done beside the sink may therefore be done by a run that is overtaken right then; it is told afterwards.
+        """
         self._contents(epoch)
         yield
         self._contents(epoch)
 
     def end_sessions(self) -> None:
-        """See :meth:`.base.Sink.end_sessions`; there are none, and an overtaken run cannot commit."""
+        """See :meth:`.base.Sink.end_sessions`; there are none, and an overtaken run cannot commit.
+
+        What has been decided will be in the record; it is carried out, so that whoever reads that next goes on from it.
+        """
+        if (head := self.head()) is not None:
+            self._completed(head)
+
+    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.base.Sink.missing`. As targets are what they are by all that has been decided, that is carried
+        out first: a part that enters a run looks for them before it reads where the record ends."""
+        self.end_sessions()
+        return self._missing(self._log.head(), targets)
 
     def drop(self) -> None:
         """See :meth:`.base.Sink.drop`."""
@@ -386,7 +410,10 @@ class LakeRecord:
         return self._home / "staging" / kind / str(epoch)
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.Sink.sweep`."""
+        """See :meth:`.base.Sink.sweep`; nothing, either, while a step is open, which still needs what is staged."""
+        head = self._log.head()
+        if head is None or changes.step_of(head.contents) is not None:
+            return
         for kind in ("units", "chunks"):
             self._remove_epochs(f"staging/{kind}", epoch, own=kind == "units")
 

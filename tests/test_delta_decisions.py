@@ -1,0 +1,252 @@
+"""What the Delta sink decides, and what becomes of that, on tables that are only noted: no Spark runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import AnalysisException, PySparkException
+
+from airflow_cdc_provider.engine.catalog import Column
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, LimitExceeded, StreamFailed, TargetConflict
+from airflow_cdc_provider.engine.failpoint import VARIABLE
+from airflow_cdc_provider.engine.section import Section
+from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
+from airflow_cdc_provider.engine.sinks.delta.layout import Layout
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
+from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+from airflow_cdc_provider.engine.sinks.delta.work import Alteration, TableWork
+from airflow_cdc_provider.engine.sinks.lake import changes
+from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.stage import END
+from tests.files_sink import column, table
+from tests.test_postgres_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, upsert
+
+CHUNK = Chunk(LABEL, 0, None, None)
+
+
+@dataclass
+class NotedTable:
+    """A folder that has a log, in which the steps are noted that have been done."""
+
+    place: Place
+    refuse: Callable[[], None]
+
+    def write(self, work: TableWork, application: str, number: int, is_open: Callable[[], bool]) -> None:
+        if self.place.size("_delta_log") is None:
+            if not work.create:
+                raise AnalysisException("[DELTA_TABLE_NOT_FOUND] gone")
+            self.place.replace("_delta_log/0", b"")
+        self.refuse()
+        self.place.replace(f"_delta_log/{number}", b"")
+
+    def exists(self) -> bool:
+        return self.place.size("_delta_log") is not None
+
+
+@dataclass(frozen=True)
+class NotingSink(DeltaSink):
+    """:param refusals: each is called before a table is written."""
+
+    refusals: list[Callable[[], None]] = field(default_factory=list, compare=False)
+
+    def _table(self, target: Target) -> Any:
+        def refuse() -> None:
+            for refusal in self.refusals:
+                refusal()
+
+        return NotedTable(self.layout.place(target), refuse)
+
+    def written(self) -> int:
+        return len([name for name in (self.layout.place(TARGET) / "_delta_log").names() if name != "0"])
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> NotingSink:
+    root = Place(str(tmp_path))
+    made = NotingSink(root, "p", "mirror", Layout(root))
+    made.prepare([TARGET], [CHUNK], IDENTITY, 100)
+    return made
+
+
+def unit(sink: DeltaSink, epoch: int, start: int, end: int, key: str = "1") -> bool:
+    staged: Sequence[Staged] = sink.stage(epoch, f"test{start}", [upsert(key, "a", "1")])
+    return sink.commit(epoch, start, end, [StagedPiece("", "", 0, 1, b"", tuple(staged), frozenset(), END)])
+
+
+def applied(sink: DeltaSink) -> int:
+    record = sink.record()
+    assert record is not None
+    return record.applied
+
+
+def refusing(error: Exception) -> Callable[[], None]:
+    def refuse() -> None:
+        raise error
+
+    return refuse
+
+
+def drop_table(sink: NotingSink) -> None:
+    sink.layout.place(TARGET).remove()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (AnalysisException("[UNRESOLVED_COLUMN] note"), TargetConflict),
+        (PySparkException("[DELTA_VIOLATE_CONSTRAINT_WITH_VALUES] CHECK constraint small"), TargetConflict),
+        (PySparkException("Job aborted due to stage failure: Connection reset"), StreamFailed),
+    ],
+)
+def test_only_what_stands_in_the_way_asks_for_somebody(
+    sink: NotingSink, error: Exception, expected: type[Exception]
+) -> None:
+    epoch = sink.take_epoch("me")
+    sink.refusals.append(refusing(error))
+    with pytest.raises(expected):
+        unit(sink, epoch, 100, 200)
+    sink.sweep(epoch)
+    sink.refusals.clear()
+    sink.end_sessions()
+    assert (applied(sink), sink.written()) == (200, 1)
+
+
+def test_what_another_process_of_the_run_has_done_meanwhile_is_no_failure(sink: NotingSink) -> None:
+    """It has removed what was staged, too, which is what is found missing."""
+    epoch = sink.take_epoch("me")
+
+    def be_overtaken() -> None:
+        head = sink.head()
+        assert head is not None
+        step = changes.step_of(head.contents)
+        assert step is not None
+        sink._log.append(head, changes.carried_out(step), "carried out")
+        raise AnalysisException("[PATH_NOT_FOUND] staging")
+
+    sink.refusals.append(be_overtaken)
+    assert unit(sink, epoch, 100, 200)
+    assert applied(sink) == 200
+
+
+def test_a_step_whose_table_was_dropped_lets_the_next_run_say_what_helps(
+    sink: NotingSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = sink.take_epoch("me")
+    assert unit(sink, epoch, 100, 200)
+    with monkeypatch.context() as armed:
+        armed.setenv(VARIABLE, "before-step:error")
+        with pytest.raises(Failpoint):
+            unit(sink, epoch, 200, 300)
+    drop_table(sink)
+    epoch = sink.take_epoch("next")
+    assert applied(sink) == 300
+    assert sink.missing([TARGET]) == (TARGET,)
+    with pytest.raises(TargetConflict, match="no longer exists") as refused:
+        unit(sink, epoch, 300, 400)
+    assert "resnapshot --table" in refused.value.solution
+    assert applied(sink) == 300
+    sink.replace(epoch, TARGET, None, iter([]), lambda: WATERMARK, TARGET)
+    assert sink.missing([TARGET]) == ()
+    assert unit(sink, epoch, 300, 400)
+
+
+def test_a_table_without_a_snapshot_that_was_dropped_is_not_made_again(tmp_path: Path) -> None:
+    root = Place(str(tmp_path))
+    sink = NotingSink(root, "p", "mirror", Layout(root))
+    sink.prepare([TARGET], [], IDENTITY, 100)
+    epoch = sink.take_epoch("me")
+    assert sink.missing([TARGET]) == ()
+    assert unit(sink, epoch, 100, 200)
+    drop_table(sink)
+    assert sink.missing([TARGET]) == (TARGET,)
+    with pytest.raises(TargetConflict, match="no longer exists"):
+        unit(sink, epoch, 200, 300)
+    sink.restart(epoch, [TARGET], IDENTITY, 300)
+    assert sink.missing([TARGET]) == (), "it is made again with its rows"
+
+
+def test_rows_that_are_read_by_key_before_any_others_make_the_table(tmp_path: Path) -> None:
+    root = Place(str(tmp_path))
+    sink = NotingSink(root, "p", "mirror", Layout(root))
+    sink.prepare([TARGET], [], IDENTITY, 100)
+    epoch = sink.take_epoch("me")
+    sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)
+    assert sink.written() == 1
+    drop_table(sink)
+    assert sink.missing([TARGET]) == (TARGET,)
+
+
+def test_nothing_that_was_staged_stays_when_it_is_in_the_tables(sink: NotingSink) -> None:
+    epoch = sink.take_epoch("me")
+    written = sink.write_chunk(epoch, TARGET, CHUNK, ORIGIN, iter([]), lambda: WATERMARK)
+    assert written is not None
+    assert sink.commit_chunk(epoch, TARGET, CHUNK, ORIGIN, written) == 0
+    assert unit(sink, epoch, 100, 200)
+    sink.replace(epoch, TARGET, None, iter([]), lambda: WATERMARK, TARGET)
+    sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)
+    assert sink.written() == 4
+    assert not (sink._home / "staging").files()
+
+
+ID, A = column("id", "bigint", 1), column("a", "integer", 2)
+INTS = {"id": "BIGINT", "a": "INT"}
+
+
+def planned(
+    *after: Column,
+    before: Sequence[Column] = (ID, A),
+    columns: Mapping[str, str] = INTS,
+    mode: Mode = "mirror",
+    **how: bool,
+) -> Plan:
+    old, new = (Target(table(*each), "public", "t") for each in (before, after))
+    return plan(old, new, Present(columns, mapped=True), mode, how.get("rows_stay", True))
+
+
+@pytest.mark.parametrize(("mode", "rows_stay"), [("mirror", True), ("changelog", True), ("changelog", False)])
+def test_a_column_that_takes_the_name_which_another_has_given_up_is_added(mode: Mode, rows_stay: bool) -> None:
+    found = planned(ID, column("B", "integer", 2), column("a", "text", 3), mode=mode, rows_stay=rows_stay)
+    assert found.alterations == (Alteration("rename", "a", "B"), Alteration("add", "a", "STRING"))
+    found = planned(
+        ID,
+        column("b", "numeric(9,2)", 2),
+        before=(ID, column("a", "numeric(7,2)", 2)),
+        mode=mode,
+        columns={"id": "BIGINT", "a": "DECIMAL(7,2)"},
+        rows_stay=rows_stay,
+    )
+    assert found.alterations == (Alteration("rename", "a", "b"), Alteration("widen", "b", "DECIMAL(9,2)"))
+
+
+def test_what_added_columns_are_filled_with_is_looked_at_before_anything_is_decided() -> None:
+    with pytest.raises(LimitExceeded, match=r"infinity of public\.t\.valid_to"):
+        planned(ID, A, column("valid_to", "date", 3, "infinity"))
+    with pytest.raises(LimitExceeded, match="NaN"):
+        planned(ID, A, column("amount", "numeric(7,2)", 3, "NaN"))
+    assert planned(ID, A, column("day", "date", 3, "2026-01-02")).values == {"day": "2026-01-02"}
+    assert planned(ID, A, column("day", "date", 3, "infinity"), mode="changelog", rows_stay=False).values == {}
+
+
+@pytest.mark.parametrize("path", ["lake/shop", "s3a://key:secret@bucket/lake", "hdfs://me@host/lake"])
+def test_paths_that_driver_and_executors_take_for_others_and_passwords_are_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"sink\.path") as refused:
+        DeltaSettings.parse(Section("sink", {"path": path}, {}, True))
+    assert "secret" not in str(refused.value)
+    for fine in ("/lake/shop", "s3a://bucket/lake", "abfs://container@account.dfs.core.windows.net/lake"):
+        assert DeltaSettings.parse(Section("sink", {"path": f"{fine}/"}, {}, True)).path == fine
+
+
+def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink) -> None:
+    epoch = sink.take_epoch("me")
+    after = replace(TARGET, table=replace(TABLE, columns=TABLE.columns[:2]))
+    sink.redefine(epoch, TARGET, after)
+    record = sink.record()
+    assert record is not None
+    assert record.targets == (after,)
