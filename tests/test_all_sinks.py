@@ -13,7 +13,9 @@ from tests.conftest import Databases
 from tests.delta_spark import FOLDER, HOME, delta_jars
 from tests.pipelines import SPARK_CONF, PipelineUnderTest
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+PATIENCE = 300.0  # seconds: four sinks, of which one is filled by a Spark that has to warm up
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 
 def test_every_kind_of_sink_is_filled_and_equal(
@@ -35,7 +37,7 @@ def test_every_kind_of_sink_is_filled_and_equal(
                 monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)
         pipeline.change(sink=sinks, spark={"conf": {**SPARK_CONF, "spark.jars.ivy": str(FOLDER)}})
         delta_jars()
-        pipeline.run("run")
+        assert pipeline.start("run").wait(PATIENCE).code == 0
         pipeline.source(
             "UPDATE public.t SET name = upper(name) WHERE id % 3 = 0",
             "UPDATE public.t SET id = id + 5000 WHERE id % 90 = 0",
@@ -43,7 +45,7 @@ def test_every_kind_of_sink_is_filled_and_equal(
             "ALTER TABLE public.t ADD COLUMN more int",
             "INSERT INTO public.t (id, name, more) SELECT n, 'new', n FROM generate_series(2001, 2100) n",
         )
-        pipeline.run("stream", "--until", "caught-up")
+        assert pipeline.start("stream", "--until", "caught-up").wait(PATIENCE).code == 0
         verified = pipeline.json("verify")
         assert [table["equal"] for table in verified["tables"]] == [True] * len(WAREHOUSES), verified
         assert {table["source_rows"] for table in verified["tables"]} == {900}
