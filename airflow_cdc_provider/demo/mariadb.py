@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import re
 import shutil
 import signal
@@ -86,8 +87,16 @@ class MariadbServer:
             "--skip-test-db",
             "--skip-name-resolve",
         ]
+        server.scratch.mkdir()
+        account.own(server.scratch)
         done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, check=False, **account.popen_arguments()
+            command,
+            cwd=directory,
+            env=server.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            **account.popen_arguments(),
         )
         if done.returncode != 0:
             raise ServerError(
@@ -100,6 +109,16 @@ class MariadbServer:
     def data_directory(self) -> Path:
         """Where the server keeps its data."""
         return self.directory / "data"
+
+    @property
+    def scratch(self) -> Path:
+        """Where the server's temporary files are: one that starts removes those of all others in the same place."""
+        return self.directory / "tmp"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the server's processes."""
+        return {**os.environ, "TMPDIR": str(self.scratch)}
 
     @property
     def log_file(self) -> Path:
@@ -138,6 +157,7 @@ class MariadbServer:
                     *(f"--{name}={value}" for name, value in self.settings.items()),
                 ],
                 cwd=self.directory,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
