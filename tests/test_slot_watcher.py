@@ -52,28 +52,33 @@ def test_each_move_is_told_once_also_over_a_restart_of_the_triggerer(databases: 
         made.asset_state_store = store  # type: ignore[assignment]
         return made
 
-    async def moved(events: AsyncIterator[TriggerEvent]) -> Any:
-        """The event of where the slot is after it has moved, which it does in steps."""
-        while (event := await first(events)).payload["confirmed_flush_lsn"] != position(databases, slot):
-            pass
+    async def move() -> str:
+        """Move the slot to its end, by steps that the watcher may see."""
+        await asyncio.to_thread(move_slot, databases.source, slot)
+        return await asyncio.to_thread(position, databases, slot)
+
+    async def moved(event: TriggerEvent, events: AsyncIterator[TriggerEvent], end: str) -> Any:
+        """What is told of the end of a move, from one of its events on."""
+        while event.payload["confirmed_flush_lsn"] != end:
+            event = await first(events)
         return event.payload
 
     async def scenario() -> list[Any]:
         events = watcher().run()
-        coming = asyncio.create_task(moved(events))
+        coming = asyncio.create_task(first(events))
         await asyncio.sleep(1)
         assert not coming.done()
-        await asyncio.to_thread(move_slot, databases.source, slot)
-        payloads = [await coming]
+        end = await move()
+        payloads = [await moved(await coming, events, end)]
         coming = asyncio.create_task(first(events))
         await asyncio.sleep(1)
         assert not coming.done()
         coming.cancel()
         await asyncio.gather(coming, return_exceptions=True)
         # Moved while no triggerer runs.
-        await asyncio.to_thread(move_slot, databases.source, slot)
+        end = await move()
         events = watcher().run()
-        payloads.append(await moved(events))
+        payloads.append(await moved(await first(events), events, end))
         await events.aclose()  # type: ignore[attr-defined]
         return payloads
 

@@ -19,9 +19,9 @@ from airflow.sdk import Asset, RetryAction
 from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cdc_provider import CDC_RETRY_POLICY, table_asset
+from airflow_cdc_provider.engine.connection import dataset
 from airflow_cdc_provider.engine.errors import Blocked, CdcError, Fenced, GateClosed, SecondWriter, ServerNotReady
 from airflow_cdc_provider.hooks.cdc import airflow_failures
-from airflow_cdc_provider.lineage import Place
 from airflow_cdc_provider.retry import CdcRetryPolicy, CdcTaskFailed
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -175,15 +175,15 @@ def test_a_run_tells_airflow_of_retries_assets_lineage_and_links(databases: Data
 
 
 @pytest.mark.parametrize(
-    ("dsn", "place"),
+    ("dsn", "named"),
     [
-        ("postgresql://cdc:secret@db:5433/shop", Place("postgres://db:5433", "shop.s.t")),
-        ("postgresql://cdc@a:1,b:2/shop", Place("postgres://a:1", "shop.s.t")),
-        ("postgresql:///shop?host=%2Frun%2Fpg", Place("postgres://localhost:5432", "shop.s.t")),
+        ("postgresql://cdc:secret@db:5433/shop", ("postgres://db:5433", "shop.s.t")),
+        ("postgresql://cdc@a:1,b:2/shop", ("postgres://a:1", "shop.s.t")),
+        ("postgresql:///shop?host=%2Frun%2Fpg", ("postgres://localhost:5432", "shop.s.t")),
     ],
 )
-def test_a_place_is_named_as_openlineage_does(dsn: str, place: Place) -> None:
-    assert Place.of(dsn, "s", "t") == place
+def test_a_table_is_named_as_openlineage_does(dsn: str, named: tuple[str, str]) -> None:
+    assert dataset(dsn, "s", "t") == named
 
 
 @pytest.mark.parametrize(
