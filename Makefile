@@ -84,7 +84,7 @@ chromium: | java
 # Jars that Spark does not bring, fetched once: what tests need of the packages that users name in spark.jars.packages.
 .PHONY: jars
 jars: $(INSTALLED) java
-	@$(BIN)/python -m tests.delta_spark || \
+	@echo "Fetching the jars of Delta Lake, unless they are there."; $(BIN)/python -m tests.delta_spark || \
 		echo "Tests of the Delta sink are skipped: its jars cannot be fetched from Maven Central." >&2
 
 .PHONY: test
@@ -110,7 +110,7 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 .PHONY: demo
-demo: $(INSTALLED) java $(if $(filter mysql,$(SINK)),mariadb) ## show it at work, all temporary (SINK=postgres, mysql, delta or files)
+demo: $(INSTALLED) java $(if $(filter mysql,$(SINK)),mariadb) $(if $(filter delta,$(SINK)),jars) ## show it at work, all temporary (SINK=postgres, mysql, delta or files)
 	$(BIN)/python -m airflow_cdc_provider.demo $(if $(SINK),--sink $(SINK))
 
 .PHONY: up

@@ -7,39 +7,24 @@ take the jars from a folder.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from pyspark.sql import SparkSession
 
+from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE, DeltaSettings
-
-FOLDER = Path(__file__).parents[1] / ".jars"
-# Another Maven's folder in the home may know of jars that it does not have, which Spark's resolver takes ill.
-HOME = ("JAVA_TOOL_OPTIONS", f"-Duser.home={FOLDER}")
-_FETCH = """
-import sys
-from pyspark.sql import SparkSession
-folder, package = sys.argv[1:]
-conf = {"spark.jars.packages": package, "spark.jars.ivy": folder, "spark.ui.enabled": "false"}
-SparkSession.builder.master("local[1]").config(map=conf).getOrCreate().stop()
-"""
 
 
 def delta_jars() -> str:
     """The jars that Spark does not have, fetched if need be, as ``spark.jars`` takes them."""
-    done = FOLDER / f"{PACKAGE.replace(':', '_')}.fetched"
-    if not done.exists():
-        command = [sys.executable, "-c", _FETCH, str(FOLDER), PACKAGE]
-        if subprocess.run(command, env=os.environ | dict([HOME]), timeout=300).returncode:
-            pytest.skip("the jars of Delta cannot be fetched from Maven Central")
-        done.touch()
-    found = [jar for jar in (FOLDER / "jars").glob("*.jar") if jar.name.startswith(("io.delta", "io.unitycatalog"))]
-    return ",".join(map(str, sorted(found)))
+    try:
+        jars = fetch(PACKAGE)
+    except JarsMissing as e:
+        pytest.skip(e.message)
+    return ",".join(str(jar) for jar in jars if jar.name.startswith(("io.delta", "io.unitycatalog")))
 
 
 def delta_conf() -> dict[str, str]:

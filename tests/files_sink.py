@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.place import Place
@@ -68,7 +68,7 @@ def unit(sink: FilesSink, epoch: int, start: int, end: int, *effects: Effect) ->
 
 def chunk(sink: FilesSink, epoch: int, which: Chunk, *values: Sequence[str | None], target: Target = TARGET) -> Any:
     written = sink.write_chunk(epoch, target, which, ORIGIN, rows(*values), watermark)
-    return None if written is None else sink.commit_chunk(epoch, target, which, ORIGIN, written)
+    return None if written is None else sink.commit_chunks(epoch, [CopiedChunk(target, which, ORIGIN, written)])[0]
 
 
 def told(sink: FilesSink) -> dict[str, Any]:

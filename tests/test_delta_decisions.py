@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, LimitExceeded, StreamFailed, TargetConflict
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.section import Section
-from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
@@ -187,7 +187,7 @@ def test_nothing_that_was_staged_stays_when_it_is_in_the_tables(sink: NotingSink
     epoch = sink.take_epoch("me")
     written = sink.write_chunk(epoch, TARGET, CHUNK, ORIGIN, iter([]), lambda: WATERMARK)
     assert written is not None
-    assert sink.commit_chunk(epoch, TARGET, CHUNK, ORIGIN, written) == 0
+    assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNK, ORIGIN, written)]) == [0]
     assert unit(sink, epoch, 100, 200)
     sink.replace(epoch, TARGET, None, iter([]), lambda: WATERMARK, TARGET)
     sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)

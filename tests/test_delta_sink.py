@@ -28,7 +28,15 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import MissingValues, RowsNeeded, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import (
+    CopiedChunk,
+    MissingValues,
+    RowsNeeded,
+    Staged,
+    StagedPiece,
+    Target,
+    Watermark,
+)
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import FIRST_READ, DeltaSink
@@ -80,7 +88,7 @@ def batch(*rows: Sequence[str | None]) -> pa.RecordBatch:
 
 def copy(sink: DeltaSink, epoch: int, chunk: Chunk, *rows: Sequence[str | None], origin: Origin = ORIGIN) -> int | None:
     written = sink.write_chunk(epoch, TARGET, chunk, origin, iter([batch(*rows)]), lambda: WATERMARK)
-    return None if written is None else sink.commit_chunk(epoch, TARGET, chunk, origin, written)
+    return None if written is None else sink.commit_chunks(epoch, [CopiedChunk(TARGET, chunk, origin, written)])[0]
 
 
 def piece(index: int, staged: tuple[Staged, ...]) -> StagedPiece:
@@ -113,20 +121,28 @@ def test_a_chunk_is_committed_once_with_its_watermark(spark: SparkSession, root:
     assert staged_files(root) == 0
 
 
-def test_chunks_that_are_written_at_once_are_all_there(spark: SparkSession, root: Path) -> None:
-    sink = opened(root)
-    chunks = [Chunk(LABEL, 0, None, ("10",)), Chunk(LABEL, 1, ("10",), None)]
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_chunks_are_committed_together_and_each_once(spark: SparkSession, root: Path, mode: str) -> None:
+    sink = opened(root, mode)
+    chunks = [Chunk(LABEL, 0, None, ("10",)), Chunk(LABEL, 1, ("10",), ("20",)), Chunk(LABEL, 2, ("20",), None)]
     sink.prepare([TARGET], chunks, IDENTITY, 100)
     epoch = sink.take_epoch("test")
-    both = [
-        sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([batch((key, "x", None))]), lambda: WATERMARK)
-        for chunk, key in zip(chunks, ("1", "11"), strict=True)
+    copied = [
+        CopiedChunk(
+            TARGET, chunk, ORIGIN, sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([rows]), lambda: WATERMARK)
+        )
+        for chunk, rows in zip(chunks, (batch((key, "x", None)) for key in ("1", "11", "21")), strict=True)
     ]
-    for chunk, written in zip(chunks, both, strict=True):
-        assert written is not None
-        assert sink.commit_chunk(epoch, TARGET, chunk, ORIGIN, written) == 1
-        assert sink.commit_chunk(epoch, TARGET, chunk, ORIGIN, written) is None
-    assert rows(spark, root, "id") == [(1,), (11,)]
+    assert sink.commit_chunks(epoch, copied[:1]) == [1]
+    before = versions(spark, root)
+    assert sink.commit_chunks(epoch, copied) == [None, 1, 1]
+    assert versions(spark, root) == before + 1
+    assert sink.commit_chunks(epoch, copied) == [None, None, None]
+    assert rows(spark, root, "id") == [(1,), (11,), (21,)]
+    record = sink.record()
+    assert record is not None
+    assert record.unfinished == ()
+    assert staged_files(root) == 0
 
 
 def test_a_chunk_is_refused_that_comes_from_where_the_pipeline_is_no_longer(spark: SparkSession, root: Path) -> None:
@@ -134,7 +150,7 @@ def test_a_chunk_is_refused_that_comes_from_where_the_pipeline_is_no_longer(spar
     written = sink.write_chunk(epoch, TARGET, CHUNK, ORIGIN, iter([]), lambda: WATERMARK)
     sink.note_source(epoch, {"timeline": 2})
     with pytest.raises(StreamFailed, match=r"timeline 1.* gone on to .*timeline 2"):
-        sink.commit_chunk(epoch, TARGET, CHUNK, ORIGIN, written)
+        sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNK, ORIGIN, written)])
     assert sink.record().unfinished  # type: ignore[union-attr]
 
 
@@ -244,7 +260,7 @@ def test_an_old_epoch_commits_nothing(spark: SparkSession, root: Path) -> None:
     with pytest.raises(Fenced):
         sink.commit(old, 100, 200, unit)
     with pytest.raises(Fenced):
-        sink.commit_chunk(old, TARGET, CHUNK, ORIGIN, written)
+        sink.commit_chunks(old, [CopiedChunk(TARGET, CHUNK, ORIGIN, written)])
     with pytest.raises(Fenced):
         sink.write_chunk(old, TARGET, CHUNK, ORIGIN, iter([]), lambda: WATERMARK)
     with pytest.raises(Fenced):

@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.errors import (
     StagingLost,
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.base import RowsNeeded, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.datafile import FIRST_READ
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
@@ -196,7 +196,7 @@ def test_an_overtaken_run_adds_nothing(sink: FilesSink) -> None:
     new = sink.take_epoch("new")
     steps: list[Callable[[], object]] = [
         lambda: sink.commit(old, 50, 60, [StagedPiece("", "", 0, 0, b"", staged, frozenset(), 1 << 40)]),
-        lambda: sink.commit_chunk(old, TARGET, CHUNKS[0], ORIGIN, written),
+        lambda: sink.commit_chunks(old, [CopiedChunk(TARGET, CHUNKS[0], ORIGIN, written)]),
         lambda: sink.stage(old, "b", [effect(change("i", 60, *ROW))]),
         lambda: sink.write_chunk(old, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark),
         lambda: sink.replace(old, TARGET, None, rows(ROW), watermark, TARGET),
@@ -216,7 +216,7 @@ def test_chunks_that_are_being_written_are_not_swept(sink: FilesSink) -> None:
     epoch = sink.take_epoch("me")
     written = sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
     sink.sweep(epoch)
-    assert sink.commit_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, written) == 1
+    assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNKS[0], ORIGIN, written)]) == [1]
 
 
 def test_a_read_that_fails_leaves_no_file(sink: FilesSink) -> None:
@@ -259,7 +259,7 @@ def test_rows_that_were_read_before_the_stream_went_on_are_not_committed(sink: F
     written = sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
     unit(sink, epoch, 50, 60)
     with pytest.raises(StagingLost):
-        sink.commit_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, written)
+        sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNKS[0], ORIGIN, written)])
 
 
 # -- changes of schema -------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from airflow_cdc_provider.demo.client import FINAL_STATES
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, summary
 from airflow_cdc_provider.demo.stage import DAG, DemoFailed, set_stage, work_directory
-from airflow_cdc_provider.demo.warehouse import WAREHOUSES
+from airflow_cdc_provider.demo.warehouse import TITLES, WAREHOUSES
 from airflow_cdc_provider.engine import commands, slot
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def demonstrate(directory: Path, screen: Screen, sink: str, keep: bool) -> int:
     """Start everything, run the Dag, judge the result, stop everything."""
-    screen.print(f"{INTRODUCTION.format(sink=sink)}\n")
+    screen.print(f"{INTRODUCTION.format(sink=TITLES[sink])}\n")
     with ExitStack() as started:
         run = begin(started, directory, screen, sink)
         try:

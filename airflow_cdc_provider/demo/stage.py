@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -122,7 +123,8 @@ def scratch(started: ExitStack) -> dict[str, str]:
     Not below a directory that the user chose, since the path of a socket may have some hundred characters only.
     """
     path = started.enter_context(tempfile.TemporaryDirectory(prefix="cdc-demo-", ignore_cleanup_errors=True))
-    return {"TMPDIR": path, "SPARK_LOCAL_DIRS": path, "SPARK_SUBMIT_OPTS": f"-Djava.io.tmpdir={path}"}
+    options = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} -Djava.io.tmpdir={path}".strip()
+    return {"TMPDIR": path, "SPARK_LOCAL_DIRS": path, "SPARK_SUBMIT_OPTS": options}
 
 
 def load_shop(dsn: str, say: Callable[[str], None], scale: float) -> None:

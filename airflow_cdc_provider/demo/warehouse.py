@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psycopg
 
+from airflow_cdc_provider.demo.jars import JAVA_OPTIONS, fetch
 from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
 
 POSTGRES = "16"
+_OPTIONS = "SPARK_SUBMIT_OPTS"
 SETTINGS: Mapping[str, str] = {"shared_buffers": "256MB", "max_wal_size": "4GB", "checkpoint_timeout": "15min"}
 
 
@@ -63,7 +67,23 @@ def _mysql(started: ExitStack, directory: Path) -> Warehouse:
 
 
 def _delta(started: ExitStack, directory: Path) -> Warehouse:
+    fetch(PACKAGE)
+    started.enter_context(_java_options(JAVA_OPTIONS))
     return Warehouse(f"Delta tables in {directory}", str(directory), f"  type: delta\n  path: file://{directory}\n")
+
+
+@contextmanager
+def _java_options(options: str) -> Iterator[None]:
+    """Start Spark with further options of Java, here and in processes that begin meanwhile."""
+    before = os.environ.get(_OPTIONS)
+    os.environ[_OPTIONS] = f"{before or ''} {options}".strip()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_OPTIONS]
+        else:
+            os.environ[_OPTIONS] = before
 
 
 WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {
@@ -73,3 +93,11 @@ WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {
     "files": _files,
 }
 """By the sink's ``type``: what starts such a store in a directory of its own."""
+
+TITLES: Mapping[str, str] = {
+    "postgres": "another Postgres",
+    "mysql": "MySQL",
+    "delta": "Delta Lake",
+    "files": "Parquet files",
+}
+"""By the sink's ``type``: what people call it."""

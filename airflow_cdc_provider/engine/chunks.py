@@ -66,9 +66,14 @@ class Chunk:
     upper: tuple[str, ...] | None
 
     @property
+    def whole(self) -> bool:
+        """Whether it has all rows of its table."""
+        return self.lower is None and self.upper is None
+
+    @property
     def title(self) -> str:
         """For humans, for example ``shop.orders[3] 1000 .. 2000``."""
-        if self.lower is None and self.upper is None:
+        if self.whole:
             return f"{self.table}[{self.index}] all rows"
         return f"{self.table}[{self.index}] {' .. '.join(self.shown_bounds).strip()}"
 

@@ -1,4 +1,4 @@
-"""The snapshot job: chunks are read in parallel and committed each by the task that read it.
+"""The snapshot job: chunks are read in parallel, and committed by their tasks or together by the driver.
 
 Every chunk is read in an MVCC snapshot of its own, so no transaction stays open
 for long and an interrupted snapshot goes on where it was: the sink's commit
@@ -8,12 +8,12 @@ record knows which chunks are finished.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -32,7 +32,7 @@ from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import Read, SnapshotReader, plan_read
 from airflow_cdc_provider.engine.reread import adopt, insist, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Record, Sink, Target
 
 _POLL_SECONDS = 1.0
 
@@ -53,6 +53,10 @@ class ChunkTask:
     def place(self) -> Place:
         """By what the chunk is told from all others."""
         return self.chunk.table, self.chunk.index
+
+
+Written: TypeAlias = tuple[ChunkTask, Any]
+"""A task, and what came of :func:`write_chunk`, which is no error."""
 
 
 @dataclass(frozen=True)
@@ -135,35 +139,53 @@ def copy_chunks(
     rows = 0
     changed: dict[tuple[Run, str], Target] = {}
 
-    def copy(task: ChunkTask) -> int | CdcError | None:
+    def copy(task: ChunkTask) -> list[Any]:
         # A Spark job a chunk: it begins when a place is free, and none begins once the run is asked to stop.
         if run.stopping:
-            return None
+            return []
         try:
-            (written,) = spark.sparkContext.parallelize([task], 1).map(write_chunk).collect()
+            return spark.sparkContext.parallelize([task], 1).map(write_chunk).collect()
         except (Py4JError, PySparkException) as e:
-            return _task_failure(task, e)
-        return commit_chunk(task, written)
+            return [_task_failure(task, e)]
 
     def progress(running: frozenset[Place] = frozenset()) -> SnapshotProgress:
         finished = places - left.keys()
         return SnapshotProgress(len(places), finished, rows, time.monotonic() - started, running)
 
-    with ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool:
+    with (
+        ThreadPoolExecutor(len(run.branches), thread_name_prefix="commit") as committers,
+        ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool,
+    ):
         submitted = {pool.submit(copy, task): (branch, task) for branch, task in tasks}
         waiting = set(submitted)
+        written: dict[Run, list[Written]] = defaultdict(list)
+        committing: dict[Future[int | CdcError], tuple[Run, list[Written]]] = {}
         try:
-            while waiting:
-                ready, waiting = wait(waiting, _POLL_SECONDS, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    result, (branch, task) = future.result(), submitted[future]
-                    if isinstance(result, SchemaChanged):
-                        changed[branch, task.chunk.table] = task.target
-                    elif isinstance(result, CdcError):
-                        raise result
-                    elif result is not None:
-                        left -= Counter([task.place])
-                        rows += result
+            while waiting or committing:
+                pending: list[Future[Any]] = [*waiting, *committing]
+                ready, _ = wait(pending, _POLL_SECONDS, return_when=FIRST_COMPLETED)
+                for future in waiting & ready:
+                    branch, task = submitted[future]
+                    for result in future.result():
+                        if isinstance(result, SchemaChanged):
+                            changed[branch, task.chunk.table] = task.target
+                        elif isinstance(result, CdcError):
+                            raise result
+                        else:
+                            written[branch].append((task, result))
+                waiting -= ready
+                for commit in committing.keys() & ready:
+                    _, committed = committing.pop(commit)
+                    count = commit.result()
+                    if isinstance(count, CdcError):
+                        raise count
+                    left -= Counter(task.place for task, _ in committed)
+                    rows += count
+                # One commit of a sink at a time: what is written meanwhile comes with the next.
+                busy = [branch for branch, _ in committing.values()]
+                for branch in [branch for branch in written if branch not in busy]:
+                    chunks_of = written.pop(branch)
+                    committing[committers.submit(commit_chunks, chunks_of)] = branch, chunks_of
                 run.check()
                 if time.monotonic() - looked >= pipeline.stream.heartbeat:
                     looked = time.monotonic()
@@ -227,19 +249,20 @@ def write_chunk(task: ChunkTask) -> Any:
     return _with_errors_returned(task, write)
 
 
-def commit_chunk(task: ChunkTask, written: Any) -> int | CdcError:
-    """Commit a chunk that a task has written; its rows, or the error that came of either."""
-    if written is None or isinstance(written, CdcError):
-        return written or 0
-    committed = _with_errors_returned(
-        task, lambda: task.sink.commit_chunk(task.epoch, task.target, task.chunk, task.read.origin, written)
-    )
-    return committed or 0
+def commit_chunks(written: Sequence[Written]) -> int | CdcError:
+    """Commit chunks of one sink that tasks have written; their rows, or the error that came of it."""
+    copied = [CopiedChunk(t.target, t.chunk, t.read.origin, result) for t, result in written if result is not None]
+    if not copied:
+        return 0
+    task, _ = written[0]
+    rows = _with_errors_returned(task, lambda: task.sink.commit_chunks(task.epoch, copied))
+    return rows if isinstance(rows, CdcError) else sum(count or 0 for count in rows)
 
 
 def copy_chunk(task: ChunkTask) -> int | CdcError:
     """Read, write and commit one chunk where it is called."""
-    return commit_chunk(task, write_chunk(task))
+    written = write_chunk(task)
+    return written if isinstance(written, CdcError) else commit_chunks([(task, written)])
 
 
 def _with_errors_returned(task: ChunkTask, work: Callable[[], T]) -> T | CdcError:

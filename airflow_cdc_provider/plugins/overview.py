@@ -94,7 +94,7 @@ def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) 
     history = report.history or {"samples": [], "batches": [], "errors": []}
     return summary | {
         "tables_captured": [rule.pattern for rule in pipeline.source.tables],
-        "mode": ", ".join(sink.mode for sink in pipeline.sinks),
+        "sinks": [f"{sink.type} ({sink.mode})" for sink in pipeline.sinks],
         "series": _series(history["samples"]),
         "batches": history["batches"][::-1],
         "errors": history["errors"][::-1],

@@ -7,17 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError
 
 _SUFFIXES = (".yaml", ".yml")
-_SERVERS = ("source", "sink")
-# What the state says can be shown without the servers' addresses, which may be known on the workers alone.
-_NOWHERE = "postgresql://nowhere/nowhere"
 
 
 @dataclass(frozen=True)
@@ -25,7 +19,7 @@ class PipelineFile:
     """A pipeline file, right or wrong.
 
     :param name: the pipeline's; of a file that is wrong, the file's.
-    :param pipeline: ``None`` if the file is wrong; source and sink have no addresses.
+    :param pipeline: ``None`` if the file is wrong; source and sinks have no addresses.
     """
 
     path: Path
@@ -76,27 +70,7 @@ def read_pipeline(path: Path) -> PipelineFile:
 @lru_cache(maxsize=1024)
 def _read(path: Path, changed: int, size: int) -> PipelineFile:
     try:
-        pipeline = _parse(path)
+        pipeline = Pipeline.outline(path)  # where the page is served, connections may be unknown
     except CdcError as e:
         return PipelineFile(path, path.stem, error=e)
     return PipelineFile(path, pipeline.name, pipeline)
-
-
-def _parse(path: Path) -> Pipeline:
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return Pipeline.load(path)  # which says what is wrong with it
-    return Pipeline.parse(_without_addresses(document))
-
-
-def _without_addresses(document: Any) -> Any:
-    """The document with addresses that lead nowhere, where it has one: the right number is for the parser to judge."""
-    if not isinstance(document, dict):
-        return document
-    sections = {name: document[name] for name in _SERVERS if isinstance(document.get(name), dict)}
-    return document | {
-        name: {key: value for key, value in section.items() if key not in ("dsn", "conn_id")} | {"dsn": _NOWHERE}
-        for name, section in sections.items()
-        if ("dsn" in section) != ("conn_id" in section)
-    }

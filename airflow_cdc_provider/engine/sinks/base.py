@@ -173,6 +173,20 @@ class RowsNeeded(Exception):
     """A target cannot be given a new definition alone: the rows of its table have to be read again, too."""
 
 
+@dataclass(frozen=True)
+class CopiedChunk:
+    """A chunk that a task has read and written, for :meth:`Sink.commit_chunks`.
+
+    :param origin: the server that its rows come from.
+    :param written: what :meth:`Sink.write_chunk` returned.
+    """
+
+    target: Target
+    chunk: Chunk
+    origin: Origin
+    written: Any
+
+
 class CommitRecord(Protocol):
     """Who keeps the commit record of a pipeline."""
 
@@ -285,7 +299,7 @@ class Sink(CommitRecord, Protocol):
     ) -> Any:
         """Write a chunk: rows, then the watermark that ``finish`` returns. Runs on an executor.
 
-        A store with transactions commits it in the same step, others write the rows where :meth:`commit_chunk` finds
+        A store with transactions commits it in the same step, others write the rows where :meth:`commit_chunks` finds
         them. The rows of a chunk without bounds replace what the table holds. No unit may be applied between the
         first batch and the commit: the rows are of before it.
 
@@ -293,17 +307,19 @@ class Sink(CommitRecord, Protocol):
         :param batches: the captured columns as text, in the order of ``target.table.columns``; names mean nothing.
             They are read at the source when they are asked for.
         :param finish: to be called once, after the last batch and before the commit.
-        :returns: what :meth:`commit_chunk` needs, picklable; ``None`` when the chunk had been committed before.
+        :returns: what :meth:`commit_chunks` needs, picklable; ``None`` when the chunk had been committed before.
         :raises Fenced: when the epoch is another's.
         :raises StreamFailed: when another part of the run has gone on to another server, and noted it in the record.
         """
 
-    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: Any) -> int | None:
-        """Commit a chunk that has been written, if that was not done in one step. Runs on the driver, in any thread.
+    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
+        """Commit chunks that have been written, if that was not done in one step. Runs on the driver, in any thread.
 
-        :param written: what :meth:`write_chunk` returned.
-        :returns: rows of the chunk; ``None`` when it had been committed before.
-        :raises CdcError: as :meth:`write_chunk`.
+        They are all that were written while those before were committed: a store whose commits take long commits them
+        together.
+
+        :returns: rows of each; ``None`` when it had been committed before.
+        :raises CdcError: as :meth:`write_chunk`; some may have been committed.
         """
 
     def replace(

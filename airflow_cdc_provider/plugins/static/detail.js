@@ -42,7 +42,7 @@ export function Detail({ name, trail }) {
   );
 }
 
-const describeFile = ({ file, tables_captured: tables, mode }) => `${file}${tables ? ` · ${tables.join(", ")} · ${mode}` : ""}`;
+const describeFile = ({ file, tables_captured: tables, sinks }) => `${file}${tables ? ` · ${tables.join(", ")} · ${sinks.join(", ")}` : ""}`;
 
 function Troubles({ pipeline: { error, restart, waiting, slot, now } }) {
   const next = restart && `attempt ${restart.attempt} of ${restart.of} begins in ${duration(Math.max(0, restart.next_attempt_at - now))}`;

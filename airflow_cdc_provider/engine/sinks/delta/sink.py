@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
 from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, MissingValues, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.delta import net, staging
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout, location, quoted, require_possible, table_columns
@@ -112,37 +112,50 @@ class DeltaSink(LakeRecord):
         failpoint("before-chunk-prepared")
         return WrittenChunk(file, rows, watermark)
 
-    def commit_chunk(
-        self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: WrittenChunk
-    ) -> int | None:
-        """See :meth:`.base.Sink.commit_chunk`."""
-        whole = chunk.lower is None and chunk.upper is None
-        removals = self._stage_removals(epoch, target, None) if whole and self.mode == "changelog" else None
+    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
+        """See :meth:`.base.Sink.commit_chunks`: in one commit of each table."""
+        removals = {
+            each.chunk: self._stage_removals(epoch, each.target, None)
+            for each in copied
+            if self.mode == "changelog" and each.chunk.whole
+        }
+        chosen: list[CopiedChunk] = []
 
         def decide(contents: Contents) -> Decided | None:
-            if not self._is_open(contents, chunk, origin):
+            chosen[:] = [each for each in copied if self._is_open(contents, each.chunk, each.origin)]
+            if not chosen:
                 return None
             failpoint("before-chunk-commit")
-            then = changes.chunk_committed(chunk, written.watermark, written.rows, epoch)
-            label = target.table.label
-            create = whole or not is_made(contents, label)
-            if not create:
-                self._require_there(target)
-            if self.mode == "mirror":
-                parts: tuple[Part, ...] = (Part((written.file,)),)
-            else:
-                parts = self._events(contents, target, removals, written.file)
-            work = TableWork(label, "append", parts, create=create)
-            if whole and self.mode == "mirror":
-                work = TableWork(label, "replace", parts, create=True)
-            return [work], then
+            then = Change()
+            works: dict[str, TableWork] = {}
+            for each in chosen:
+                written: WrittenChunk = each.written
+                then += changes.chunk_committed(each.chunk, written.watermark, written.rows, epoch)
+                work = self._chunk_work(contents, each, removals.get(each.chunk))
+                before = works.get(work.label)
+                works[work.label] = work if before is None else replace(before, parts=before.parts + work.parts)
+            return list(works.values()), then
 
-        committed = self._commit(epoch, f"chunk {chunk.title}", decide)
-        for file in (written.file, removals):
-            if file is not None:
-                self._home.remove(file)
+        title = ", ".join(each.chunk.title for each in copied)
+        committed = self._commit(epoch, f"chunk {title}", decide)
+        for file in (*(each.written.file for each in copied), *removals.values()):
+            self._home.remove(file)
         failpoint("after-chunk-commit")
-        return written.rows if committed else None
+        return [each.written.rows if committed and each in chosen else None for each in copied]
+
+    def _chunk_work(self, contents: Contents, copied: CopiedChunk, removals: str | None) -> TableWork:
+        """What a chunk is to its table; one without bounds takes the place of all rows.
+
+        :param removals: as for :meth:`_events`.
+        """
+        target, file = copied.target, copied.written.file
+        label, whole = target.table.label, copied.chunk.whole
+        create = whole or not is_made(contents, label)
+        if not create:
+            self._require_there(target)
+        if self.mode == "changelog":
+            return TableWork(label, "append", self._events(contents, target, removals, file), create=create)
+        return TableWork(label, "replace" if whole else "append", (Part((file,)),), create=create)
 
     def replace(
         self,

@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
 from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.files import format as rows_
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.datafile import (
@@ -189,20 +189,24 @@ class FilesSink(LakeRecord):
             return None
         failpoint("before-chunk-staged")
         shape = shape_of(contents, folder_of(target))
-        written = self._write_rows(epoch, contents, target, shape, None if _is_whole(chunk) else (), batches, finish)
+        written = self._write_rows(epoch, contents, target, shape, None if chunk.whole else (), batches, finish)
         failpoint("after-chunk-staged")
         return written
 
-    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: Any) -> int | None:
-        """See :meth:`.base.Sink.commit_chunk`."""
-        found: Written = written
+    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
+        """See :meth:`.base.Sink.commit_chunks`; one by one, as each is an entry that names files."""
+        return [self._commit_chunk(epoch, each) for each in copied]
+
+    def _commit_chunk(self, epoch: int, copied: CopiedChunk) -> int | None:
+        found: Written = copied.written
+        chunk = copied.chunk
 
         def decide(contents: Contents) -> Commit | None:
-            if not self._is_open(contents, chunk, origin):
+            if not self._is_open(contents, chunk, copied.origin):
                 return None
-            self._require_room(contents, target, found)
+            self._require_room(contents, copied.target, found)
             committed = changes.chunk_committed(chunk, found.watermark, found.rows, epoch)
-            return Commit(committed + self._read(target, found))
+            return Commit(committed + self._read(copied.target, found))
 
         failpoint("before-chunk-prepared")
         if not self._commit_files(epoch, "chunks", f"chunk {chunk.title}", found.files, decide, "before-chunk-commit"):
@@ -454,10 +458,6 @@ class FilesSink(LakeRecord):
                 with self.root.reading(each.path) as file:
                     for batch in rows_.batches(each.format, file):
                         yield rows_.texts(target, batch)
-
-
-def _is_whole(chunk: Chunk) -> bool:
-    return chunk.lower is None and chunk.upper is None
 
 
 def _only(target: Target, keys: frozenset[tuple[str, ...]], batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
 from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks.base import Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.pending import alter, announce, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted, row_of
@@ -55,7 +55,7 @@ class MysqlSink(MysqlUnits):
         finish: Callable[[], Watermark],
     ) -> int | None:
         """See :meth:`.base.Sink.write_chunk`."""
-        whole = chunk.lower is None and chunk.upper is None
+        whole = chunk.whole
 
         def is_wanted(opened: Session) -> bool:
             # The record's row is locked until the chunk is committed: who notes another origin waits for that.
@@ -120,9 +120,9 @@ class MysqlSink(MysqlUnits):
         failpoint("after-chunk-commit")
         return count
 
-    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: int | None) -> int | None:
-        """See :meth:`.base.Sink.commit_chunk`: the chunk has been committed where it was written."""
-        return written
+    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int]:
+        """See :meth:`.base.Sink.commit_chunks`: their tasks have committed them."""
+        return [each.written for each in copied]
 
     def replace(
         self,

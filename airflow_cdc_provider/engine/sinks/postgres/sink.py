@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sides import Sides
 from airflow_cdc_provider.engine.sinks.base import (
+    CopiedChunk,
     MissingValues,
     Staged,
     StagedPiece,
@@ -77,7 +78,7 @@ class PostgresSink(PostgresRecord):
             if not recorded or recorded[0][0] is not None:
                 return None
             seq = FIRST_READ
-            if chunk.lower is None and chunk.upper is None:
+            if chunk.whole:
                 seq = self._remove_rows(connection, target, None, applied)
             failpoint("before-chunk-staged")
             count = self._copy_rows(connection, target, batches, applied, seq)
@@ -102,9 +103,9 @@ class PostgresSink(PostgresRecord):
         failpoint("after-chunk-commit")
         return count
 
-    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: int) -> int:
-        """See :meth:`.base.Sink.commit_chunk`: its task has committed it."""
-        return written
+    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int]:
+        """See :meth:`.base.Sink.commit_chunks`: their tasks have committed them."""
+        return [each.written for each in copied]
 
     def replace(
         self,

@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
 from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, MissingValues, Staged, StagedPiece, Target, Watermark
 from cdc_sqlite.record import SqliteRecord
 from cdc_sqlite.store import connected, listed, marks, quoted, transaction
 from cdc_sqlite.tables import TargetTable, place
@@ -69,7 +69,7 @@ class SqliteSink(SqliteRecord):
                 if applied is None:
                     return None
                 self._require_still(before, applied, target)
-                if chunk.lower is None and chunk.upper is None:
+                if chunk.whole:
                     table.delete(None)
                 table.take_loaded()
                 connection.execute(
@@ -103,9 +103,9 @@ class SqliteSink(SqliteRecord):
                 "Start again: they are read anew.",
             )
 
-    def commit_chunk(self, epoch: int, target: Target, chunk: Chunk, origin: Origin, written: int) -> int:
-        """See ``Sink.commit_chunk``: its task has committed it."""
-        return written
+    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int]:
+        """See ``Sink.commit_chunks``: their tasks have committed them."""
+        return [each.written for each in copied]
 
     def replace(
         self,

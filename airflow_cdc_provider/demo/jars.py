@@ -1,0 +1,60 @@
+"""A package of Spark, fetched once into a folder of the demo's and the tests' own.
+
+Users name packages in ``spark.jars.packages`` and have Spark fetch them into its
+cache in their home. That does not do for a demo: two jobs that find the cache
+empty at the same time get into each other's way, and a Maven folder in the home
+that knows of a jar without having it makes Spark's resolver fail.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from airflow_cdc_provider.engine.errors import CdcError
+
+HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "airflow-cdc"
+"""What Spark's resolver takes for the home, if :data:`JAVA_OPTIONS` are among ``SPARK_SUBMIT_OPTS``."""
+
+JAVA_OPTIONS = f"-Duser.home={HOME}"
+
+_PATIENCE = 300.0
+_FETCH = """
+import sys
+from pyspark.sql import SparkSession
+conf = {"spark.jars.packages": sys.argv[1], "spark.ui.enabled": "false", "spark.log.level": "ERROR"}
+SparkSession.builder.master("local[1]").config(map=conf).getOrCreate().stop()
+"""
+
+
+class JarsMissing(CdcError):
+    """A package could not be fetched."""
+
+
+def fetch(package: str) -> list[Path]:
+    """Have all jars of a package and of what it needs in :data:`HOME`.
+
+    :param package: ``group:artifact:version``.
+    :returns: the jars.
+    :raises JarsMissing: when there is no way to a Maven repository.
+    """
+    done = HOME / f"{package.replace(':', '_')}.fetched"
+    if not done.exists():
+        HOME.mkdir(parents=True, exist_ok=True)
+        fetching = subprocess.run(
+            [sys.executable, "-c", _FETCH, package],
+            env=os.environ | {"SPARK_SUBMIT_OPTS": JAVA_OPTIONS},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_PATIENCE,
+        )
+        if fetching.returncode:
+            raise JarsMissing(
+                f"{package} cannot be fetched: {' '.join(fetching.stdout.split())[-400:]}",
+                "See that Maven Central can be reached, by way of the proxy of this machine if it has one.",
+            )
+        done.touch()
+    return sorted(HOME.glob(".ivy*/jars/*.jar"))

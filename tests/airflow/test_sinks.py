@@ -1,0 +1,128 @@
+"""All kinds of sinks at once in a real Airflow: fed from one slot, sensed, compared, maintained, shown, removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+from airflow.sdk import Connection
+
+from airflow_cdc_provider.demo.warehouse import TITLES, WAREHOUSES
+from airflow_cdc_provider.engine.run import sink_of
+from tests.airflow.browser import Browser
+from tests.airflow.client import Client
+from tests.airflow.server import AirflowUnderTest
+from tests.conftest import Databases
+from tests.delta_spark import delta_jars
+from tests.pipelines import PipelineUnderTest
+
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
+
+COPY, SENSE, MAINTAIN, DROP = "cdc_sinks", "sinks_sense", "sinks_maintain", "cdc_drop"
+DAGS = """
+from airflow.sdk import DAG
+
+from airflow_cdc_provider import cdc_dag
+from airflow_cdc_provider.operators.pipeline import CdcMaintainOperator, CdcVerifyOperator
+from airflow_cdc_provider.sensors.pipeline import CdcLagSensor, SnapshotFinishedSensor
+
+with cdc_dag("PIPELINE", dag_id="cdc_sinks", groups=1, default_args={"pipeline": "PIPELINE"}) as copy:
+    copy.get_task("stream") >> CdcVerifyOperator(task_id="verify")
+
+with DAG("sinks_sense", default_args={"pipeline": "PIPELINE", "poke_interval": 1}):
+    SnapshotFinishedSensor(task_id="consistent", consistent=True)
+    CdcLagSensor(task_id="close", below_bytes="8MiB")
+
+with DAG("sinks_maintain", default_args={"pipeline": "PIPELINE"}):
+    CdcMaintainOperator(task_id="maintain") >> CdcVerifyOperator(task_id="verify")
+"""
+
+
+@pytest.fixture
+def pipeline(
+    airflow: AirflowUnderTest,
+    client: Client,
+    databases: Databases,
+    tmp_path: Path,
+    server_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[PipelineUnderTest]:
+    """A pipeline into the stores that the demo would start, whose addresses Airflow alone has, as connections."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 400})
+    pipeline.source(
+        "CREATE TABLE public.t (id int PRIMARY KEY, name text, price numeric(10,2), at timestamptz, big text)",
+        "INSERT INTO public.t SELECT n, 'name ' || n, n / 7.0, now(),"
+        " CASE WHEN n % 9 = 0 THEN repeat(md5(n::text), 200) END FROM generate_series(1, 1000) n",
+    )
+    jars = {"spark.jars.packages": "", "spark.jars": delta_jars()}
+    with ExitStack() as ended:
+        sinks = []
+        for kind, start in WAREHOUSES.items():
+            warehouse = start(ended, server_directory / f"{tmp_path.name}-{kind}")
+            sinks.append(yaml.safe_load(warehouse.section))
+            for name, uri in warehouse.connections.items():
+                monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for us; Airflow runs already, and has its own
+                connect(client, ended, name, uri)
+        pipeline.change(sink=sinks, spark={"conf": jars})
+        shown = airflow.pipelines / "sinks.yaml"
+        shown.symlink_to(pipeline.file)
+        ended.callback(shown.unlink)
+        airflow.add_dag("sinks", DAGS.replace("PIPELINE", str(pipeline.file)))
+        yield pipeline
+
+
+def connect(client: Client, ended: ExitStack, name: str, uri: str) -> None:
+    """Make a connection of Airflow, until the end."""
+    made = Connection.from_uri(uri, name)
+    fields = ("conn_type", "host", "port", "login", "password", "schema")
+    client.call("POST", "/connections", json={"connection_id": name} | {each: getattr(made, each) for each in fields})
+    ended.callback(client.call, "DELETE", f"/connections/{name}")
+
+
+def test_every_kind_of_sink_is_filled_and_equal(
+    airflow: AirflowUnderTest, client: Client, browser: Browser, pipeline: PipelineUnderTest
+) -> None:
+    waits = client.trigger(SENSE)
+    for name in ("consistent", "close"):
+        airflow.await_state(SENSE, waits, name, "deferred")
+
+    copied = client.trigger(COPY)
+    airflow.succeed(COPY, copied)
+    assert client.xcom(COPY, copied, "verify")["equal"] is True
+    airflow.succeed(SENSE, waits)
+
+    pipeline.source(
+        "UPDATE public.t SET name = upper(name) WHERE id % 3 = 0",
+        "UPDATE public.t SET id = id + 5000 WHERE id % 90 = 0",
+        "DELETE FROM public.t WHERE id % 5 = 1",
+        "ALTER TABLE public.t ADD COLUMN more int",
+        "INSERT INTO public.t (id, name, more) SELECT n, 'new', n FROM generate_series(2001, 2100) n",
+    )
+    streamed = client.trigger(COPY)
+    airflow.succeed(COPY, streamed)
+    verified = client.xcom(COPY, streamed, "verify")
+    assert [table["equal"] for table in verified["tables"]] == [True] * len(WAREHOUSES), verified
+    assert {table["source_rows"] for table in verified["tables"]} == {900}
+    assert {table["target_rows"] for table in verified["tables"]} == {900}
+
+    maintained = client.trigger(MAINTAIN)
+    airflow.succeed(MAINTAIN, maintained)
+    done = client.xcom(MAINTAIN, maintained, "maintain")["sinks"]
+    assert len(done) == 2, done  # of Delta and of files
+    assert client.xcom(MAINTAIN, maintained, "verify")["equal"] is True
+
+    status = pipeline.json("status")
+    assert {sink["applied_lsn"] for sink in status["sinks"]} == {status["applied_lsn"]}
+    assert all(sink["consistent"] for sink in status["sinks"])
+    with browser.look(f"plugin/cdc?pipeline={pipeline.name}") as page:
+        page.get_by_text("public.t · postgres (mirror), mysql (mirror), delta (mirror), files (changelog)").wait_for()
+        page.get_by_role("img", name="public.t: 3 of 3 chunks copied").wait_for()
+        page.get_by_text("stopped", exact=True).wait_for()
+
+    ended = client.trigger(DROP, {"pipeline": str(pipeline.file)})
+    airflow.answer(DROP, ended, "Approve")
+    airflow.succeed(DROP, ended)
+    assert [sink_of(branch).record() for branch in pipeline.pipeline.branches] == [None] * len(TITLES)
