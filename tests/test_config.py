@@ -13,6 +13,7 @@ from airflow_cdc_provider.engine.config import Pipeline, TableRule
 from airflow_cdc_provider.engine.connection import describe, session_dsn
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.section import connection_uri
+from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
 
 DOCUMENT: dict[str, Any] = {
     "pipeline": "shop",
@@ -78,6 +79,16 @@ def test_variables_and_connections() -> None:
     assert pipeline.source.dsn == "postgresql://cdc:secret@db/shop"
     assert pipeline.sink.dsn == "postgresql://u:p@h:1/d"
     assert "secret" not in repr(pipeline)
+
+
+@pytest.mark.parametrize(
+    ("own", "packages"),
+    [({}, PACKAGE), ({"spark.jars.packages": "a:b:1"}, f"{PACKAGE},a:b:1"), ({"spark.jars.packages": ""}, "")],
+)
+def test_a_list_of_sparks_joins_that_of_a_sink_unless_it_is_empty(own: dict[str, str], packages: str) -> None:
+    sinks = [{"type": "delta", "path": "/lake"}, DOCUMENT["sink"]]
+    pipeline = Pipeline.parse(document(sink=sinks, spark={"conf": own}))
+    assert pipeline.spark_conf["spark.jars.packages"] == packages
 
 
 def test_a_connection_may_be_json() -> None:

@@ -142,10 +142,13 @@ class Pipeline:
 
     @property
     def spark_conf(self) -> dict[str, str]:
-        """Spark's configuration: what the sinks need, and over it the file's own; lists of all are joined."""
+        """Spark's configuration: what the sinks need, and over it the file's own.
+
+        Lists of all are joined, unless the file's is empty.
+        """
         found: dict[str, str] = {}
         for conf in (*(sink.spark_conf for sink in self.sinks), self.spark.conf):
-            lists = {name: ",".join((found[name], conf[name])) for name in _LISTS if name in found and name in conf}
+            lists = {name: ",".join((found[name], conf[name])) for name in _LISTS if found.get(name) and conf.get(name)}
             found |= {**conf, **lists}
         return found
 
