@@ -33,7 +33,7 @@ from airflow_cdc_provider.engine.section import (
     parse_bytes,
 )
 from airflow_cdc_provider.engine.sinks.registry import sink_settings, sink_types
-from airflow_cdc_provider.engine.sinks.settings import SinkSettings
+from airflow_cdc_provider.engine.sinks.settings import SinkSettings, SparkBound
 
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
 _NAME = re.compile(r"[a-z0-9_]{1,40}")
@@ -213,7 +213,9 @@ class Pipeline:
         for sink in sinks:
             sink.finish()
         root.finish()
-        return pipeline
+        conf = {"spark.master": pipeline.spark.master, **pipeline.spark_conf}
+        bound = (sink.with_spark(conf) if isinstance(sink, SparkBound) else sink for sink in pipeline.sinks)
+        return replace(pipeline, sinks=tuple(bound))
 
 
 def _read_document(path: str | os.PathLike[str]) -> object:

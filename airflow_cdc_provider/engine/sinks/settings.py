@@ -80,6 +80,17 @@ class SinkSettings(Protocol):
 
 
 @runtime_checkable
+class SparkBound(Protocol):
+    """Settings of a sink whose tables only Spark reads and writes, so that any command may have to start one."""
+
+    def with_spark(self, conf: Mapping[str, str]) -> SinkSettings:
+        """The settings with what a Spark has to be started with.
+
+        :param conf: master and configuration, of the file and of all its sinks.
+        """
+
+
+@runtime_checkable
 class Maintained(Protocol):
     """Settings of a sink whose store has to be tidied now and then, since units leave many small files in it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from airflow_cdc_provider.engine.section import as_mapping, as_text, one_of
@@ -33,6 +33,7 @@ class DeltaSettings:
     :param catalog: of Spark, in which the tables are; ``None`` where they are folders below ``path``.
     :param partition_by: by label of a source table, columns by which its target is partitioned.
     :param properties: of tables that are made, beyond ours.
+    :param spark: see :meth:`with_spark`; by default what Delta needs, and no more.
     """
 
     path: str
@@ -43,6 +44,7 @@ class DeltaSettings:
     mode: Mode = "mirror"
     schema: str = "{schema}"
     type: Literal["delta"] = "delta"
+    spark: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, section: Section) -> Self:
@@ -80,6 +82,10 @@ class DeltaSettings:
             conf["spark.sql.catalog.spark_catalog"] = _CATALOG
         return conf
 
+    def with_spark(self, conf: Mapping[str, str]) -> Self:
+        """See :meth:`.SparkBound.with_spark`."""
+        return replace(self, spark=tuple(conf.items()))
+
     @property
     def table_properties(self) -> tuple[tuple[str, str], ...]:
         """Of tables that are made."""
@@ -97,7 +103,7 @@ class DeltaSettings:
 
         root = Place(self.path)
         layout = Layout(root, self.catalog, self.partition_by, self.table_properties)
-        return DeltaSink(root, pipeline, self.mode, layout, tuple(self.spark_conf.items()))
+        return DeltaSink(root, pipeline, self.mode, layout, self.spark or tuple(self.spark_conf.items()))
 
     def check(
         self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
