@@ -338,7 +338,7 @@ def test_a_column_that_has_the_name_of_the_partitions_is_refused(tmp_path: Path)
         sink.prepare([Target(table(ID, column("_date", "date", 2)), "public", "t")], CHUNKS, SOURCE, 50)
 
 
-@pytest.mark.parametrize("name", ["_airflow_cdc", "..", ".hidden", "a/b", "50% *[x]?", "Größe", "a.b"])
+@pytest.mark.parametrize("name", ["_airflow_cdc", "..", ".hidden", "a/b", "50% *[x]?", "Größe", "a.b", "shop.json"])
 def test_names_of_all_kinds_are_folders(tmp_path: Path, name: str) -> None:
     target = Target(replace(TARGET.table, schema=name, name=name), name, name)
     sink = FilesSink(Place(str(tmp_path / "lake")), "shop", "changelog")

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
@@ -26,6 +25,7 @@ from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.files.format import column_type
 from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
+from airflow_cdc_provider.engine.sinks.lake.path import folder
 
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows: far below changes, which count from 1, so that there is room for the same rows read again
@@ -106,13 +106,8 @@ class Room:
 
 
 def folder_of(target: Target) -> str:
-    """The folder of a target; no reader takes its name for a pattern, or passes over it as hidden."""
-    return "/".join(map(_encoded, (target.schema, target.name)))
-
-
-def _encoded(name: str) -> str:
-    text = quote(name, safe="")
-    return f"%{ord(text[0]):02X}{text[1:]}" if text[0] in "._" else text
+    """The folder of a target."""
+    return folder(target.schema, target.name)
 
 
 def partition(folder: str, version: int, date: str) -> str:
