@@ -31,7 +31,8 @@ from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sinks.base import MissingValues, RowsNeeded, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
-from airflow_cdc_provider.engine.sinks.delta.sink import FIRST_READ, DeltaSink
+from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
 from airflow_cdc_provider.engine.stage import END
 from airflow_cdc_provider.engine.visibility import Snapshot
 from tests.delta_spark import delta_session

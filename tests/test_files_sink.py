@@ -30,11 +30,11 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.files import manifest
-from airflow_cdc_provider.engine.sinks.files.datafile import FIRST_READ
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.changes import Change
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.record import Commit
+from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
 from tests.files_sink import (
     AT,
     BODY,

@@ -55,12 +55,10 @@ from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
 from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
+from airflow_cdc_provider.engine.sinks.lake.room import room_at
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, arrow_type, to_texts, to_typed
 
 log = logging.getLogger(__name__)
-
-FIRST_READ = -1_000_000
-"""``_seq`` of rows in a changelog that were read: far below changes, which count from 1."""
 
 Decided = tuple[Sequence[TableWork], Change]
 """What is to be done to tables, and what the record says when that has been done."""
@@ -285,16 +283,17 @@ class DeltaSink(LakeRecord):
 
         :param removals: events that come before them, unless the changelog is empty.
         """
-        applied = parse_lsn(contents["head"]["applied"])
-        seq, table = FIRST_READ, self._table(target)
-        before: tuple[Part, ...] = ()
-        if removals is not None and table.exists() and not table.empty():
-            earlier = table.read().where(f"_commit_lsn = {applied} AND _seq < 1").selectExpr("max(_seq)").first()
-            seq = FIRST_READ if earlier is None or earlier[0] is None else int(earlier[0]) + 1
-            now = int(time.time() * 1_000_000)
-            before = (Part((removals,), {"commit_lsn": applied, "seq": seq, "commit_ts": now}),)
-            seq += 1
-        return (*before, Part((file,), {"op": "r", "commit_lsn": applied, "seq": seq}))
+        applied, table = parse_lsn(contents["head"]["applied"]), self._table(target)
+        last, replacing = None, removals is not None and table.exists() and not table.empty()
+        if replacing:
+            found = table.read().where(f"_commit_lsn = {applied} AND _seq < 1").selectExpr("max(_seq)").first()
+            last = found[0] if found is not None else None
+        room = room_at(applied, last, replacing)
+        rows = Part((file,), {"op": "r", "commit_lsn": applied, "seq": room.seq})
+        if removals is None or room.marker is None:
+            return (rows,)
+        now = int(time.time() * 1_000_000)
+        return Part((removals,), {"commit_lsn": applied, "seq": room.marker, "commit_ts": now}), rows
 
     # -- stream units -------------------------------------------------------------------------------
 
