@@ -230,7 +230,7 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
     dsn, slot = lab.source.dsn(backlog.database), _copy_slot(lab, backlog)
     pipeline = lab.pipeline("bench", backlog.database)
     with connected(dsn) as source:
-        tables = resolve(source, pipeline.source.tables, sink.mode)
+        tables = resolve(source, pipeline.source.tables)
     targets = tuple(Target(table, table.schema, table.name) for table in tables)
     staged: list[StagedPiece] = []
     clock = Clock(lab, slot, backlog.end)

@@ -1,8 +1,9 @@
-"""A run of a pipeline into Delta tables, in a process with a Spark of its own that can be killed: ``FILE``."""
+"""A run into Delta tables, in a process with a Spark of its own that can be killed: ``FILE [TABLE …]``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_cdc_provider.engine import commands
@@ -15,8 +16,8 @@ from tests.delta_spark import delta_session
 from tests.pipelines import apply_stream, copy_chunk_of
 
 
-def main(file: Path) -> None:
-    """Provision, copy what is not copied, and follow the stream for ever."""
+def main(file: Path, reread: Sequence[str]) -> None:
+    """Provision, copy what is not copied, read some tables again, and follow the stream for ever."""
     pipeline = Pipeline.load(file)
     with delta_session(1):
         commands.provision(pipeline, takeover=True)
@@ -24,6 +25,8 @@ def main(file: Path) -> None:
             copied = copy_chunk_of(pipeline, chunk)
             if isinstance(copied, CdcError):
                 raise copied
+        if reread:
+            commands.resnapshot(pipeline, tables=reread, takeover=True)
         while True:
             with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
                 marker = emit_marker(source, "caught-up")
@@ -31,4 +34,4 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -13,7 +13,7 @@ from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import capture, catalog
-from airflow_cdc_provider.engine.capture import Mode, resolve
+from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.catalog import Leaf, Table
 from airflow_cdc_provider.engine.config import TableRule
 from airflow_cdc_provider.engine.connection import connected, rows
@@ -47,13 +47,13 @@ def source(database: Connection) -> Iterator[Connection]:
         rows(database, statement)
 
 
-def find(connection: Connection, *patterns: str | TableRule, mode: Mode = "mirror") -> tuple[Table, ...]:
+def find(connection: Connection, *patterns: str | TableRule) -> tuple[Table, ...]:
     rules = tuple(TableRule(p) if isinstance(p, str) else p for p in patterns)
-    return resolve(connection, rules, mode)
+    return resolve(connection, rules)
 
 
-def labels(connection: Connection, *patterns: str | TableRule, mode: Mode = "mirror") -> list[str]:
-    return [table.label for table in find(connection, *patterns, mode=mode)]
+def labels(connection: Connection, *patterns: str | TableRule) -> list[str]:
+    return [table.label for table in find(connection, *patterns)]
 
 
 def test_a_table_with_all_that_is_known_of_it(source: Connection) -> None:
@@ -166,51 +166,46 @@ def test_a_glob_skips_what_cannot_be_captured_and_says_so(source: Connection, ca
 
 
 @pytest.mark.parametrize(
-    ("statement", "mode", "remedy"),
+    ("statement", "remedy"),
     [
-        ("CREATE TABLE shop.t (id int)", "mirror", 'ALTER TABLE "shop"."t" ADD PRIMARY KEY'),
-        ("CREATE TABLE shop.t (id int)", "mirror", 'ALTER TABLE "shop"."t" REPLICA IDENTITY FULL'),
-        ("CREATE TABLE shop.t (id int)", "changelog", 'ALTER TABLE "shop"."t" REPLICA IDENTITY FULL'),
+        ("CREATE TABLE shop.t (id int)", 'ALTER TABLE "shop"."t" ADD PRIMARY KEY'),
+        ("CREATE TABLE shop.t (id int)", 'ALTER TABLE "shop"."t" REPLICA IDENTITY FULL'),
         (
             "CREATE TABLE shop.t (id int PRIMARY KEY); ALTER TABLE shop.t REPLICA IDENTITY NOTHING",
-            "changelog",
             'ALTER TABLE "shop"."t" REPLICA IDENTITY DEFAULT',
         ),
-        ("CREATE TABLE shop.t (id int PRIMARY KEY DEFERRABLE)", "mirror", "ADD PRIMARY KEY"),
-        ("CREATE UNLOGGED TABLE shop.t (id int PRIMARY KEY)", "changelog", 'ALTER TABLE "shop"."t" SET LOGGED'),
-        ("CREATE VIEW shop.t AS SELECT 1 AS id", "mirror", "name the tables that its rows come from"),
-        ("CREATE MATERIALIZED VIEW shop.t AS SELECT 1 AS id", "mirror", "name the tables that its rows come from"),
+        ("CREATE TABLE shop.t (id int PRIMARY KEY DEFERRABLE)", "ADD PRIMARY KEY"),
+        ("CREATE UNLOGGED TABLE shop.t (id int PRIMARY KEY)", 'ALTER TABLE "shop"."t" SET LOGGED'),
+        ("CREATE VIEW shop.t AS SELECT 1 AS id", "name the tables that its rows come from"),
+        ("CREATE MATERIALIZED VIEW shop.t AS SELECT 1 AS id", "name the tables that its rows come from"),
         (
             "CREATE TABLE shop.t (a int, id int GENERATED ALWAYS AS (a) STORED PRIMARY KEY)",
-            "mirror",
             "REPLICA IDENTITY USING INDEX",
         ),
-        ("CREATE TABLE shop.t (); ALTER TABLE shop.t REPLICA IDENTITY FULL", "changelog", "Remove it"),
+        ("CREATE TABLE shop.t (); ALTER TABLE shop.t REPLICA IDENTITY FULL", "Remove it"),
         (
             "CREATE FOREIGN DATA WRAPPER w; CREATE SERVER s FOREIGN DATA WRAPPER w;"
             "CREATE FOREIGN TABLE shop.t (id int) SERVER s",
-            "mirror",
             "Remove it",
         ),
     ],
 )
 def test_a_named_table_that_cannot_be_captured_is_refused_with_the_remedy(
-    source: Connection, statement: str, mode: Mode, remedy: str
+    source: Connection, statement: str, remedy: str
 ) -> None:
     rows(source, statement)
 
     with pytest.raises(UncapturableTable, match=r"shop\.t") as refused:
-        find(source, "shop.t", mode=mode)
+        find(source, "shop.t")
 
     assert remedy in refused.value.solution
 
 
 @pytest.mark.parametrize("definition", ["id int", "id int PRIMARY KEY DEFERRABLE"])
-@pytest.mark.parametrize("mode", ["mirror", "changelog"])
-def test_a_table_without_key_is_taken_under_full(source: Connection, mode: Mode, definition: str) -> None:
+def test_a_table_without_key_is_taken_under_full(source: Connection, definition: str) -> None:
     rows(source, f"CREATE TABLE shop.t ({definition}); ALTER TABLE shop.t REPLICA IDENTITY FULL")
 
-    (table,) = find(source, "shop.t", mode=mode)
+    (table,) = find(source, "shop.t")
 
     assert (table.key, table.replica_identity) == ((), "f")
 
@@ -361,7 +356,7 @@ def test_a_key_only_on_the_leaves_is_none(source: Connection) -> None:
     )
 
     with pytest.raises(UncapturableTable, match=r"is not the key of shop\.p"):
-        find(source, "shop.p", mode="changelog")
+        find(source, "shop.p")
 
 
 def test_a_partitioned_table_without_partitions(source: Connection) -> None:
@@ -389,7 +384,7 @@ def test_what_resolves_can_be_published_and_written(source: Connection, make_ser
             )
             listed, filtered = TableRule("shop.listed", ("id", "v")), TableRule("shop.filtered", where="id > 0")
 
-            tables = find(connection, "shop.*", listed, filtered, mode="changelog")
+            tables = find(connection, "shop.*", listed, filtered)
 
             whole = "shop.whole" in [table.label for table in tables]
             assert whole == (connection is source), "Postgres 18 refuses FULL with generated columns"
@@ -400,7 +395,7 @@ def test_what_resolves_can_be_published_and_written(source: Connection, make_ser
                 rows(connection, f"UPDATE {table.label} SET v = 2, id = 3")
                 rows(connection, f"DELETE FROM {table.label}")
         with pytest.raises(UncapturableTable, match="generated"):
-            find(newest, "shop.whole", mode="changelog")
+            find(newest, "shop.whole")
         rows(newest, "CREATE PUBLICATION forced FOR TABLE shop.whole; INSERT INTO shop.whole VALUES (1, 1)")
         with pytest.raises(psycopg2.Error, match="cannot update"):
             rows(newest, "UPDATE shop.whole SET v = 2")

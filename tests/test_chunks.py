@@ -65,7 +65,7 @@ def source(database: Connection) -> Iterator[Connection]:
 
 
 def resolved(connection: Connection, label: str = "shop.t", where: str | None = None) -> Table:
-    (table,) = resolve(connection, (TableRule(label, where=where),), "changelog")
+    (table,) = resolve(connection, (TableRule(label, where=where),))
     return table
 
 

@@ -6,22 +6,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
 from airflow_cdc_provider.engine.catalog import Column
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, LimitExceeded, StreamFailed, TargetConflict
+from airflow_cdc_provider.engine.errors import (
+    ConfigError,
+    Failpoint,
+    LimitExceeded,
+    StreamFailed,
+    TargetConflict,
+    UncapturableTable,
+)
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.section import Section
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
-from airflow_cdc_provider.engine.sinks.delta.layout import Layout
+from airflow_cdc_provider.engine.sinks.delta.layout import Layout, require_apart, require_possible
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.work import Alteration, TableWork
 from airflow_cdc_provider.engine.sinks.lake import changes
+from airflow_cdc_provider.engine.sinks.lake.path import folder
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from airflow_cdc_provider.engine.stage import END
@@ -241,6 +250,55 @@ def test_paths_that_driver_and_executors_take_for_others_and_passwords_are_refus
     assert "secret" not in str(refused.value)
     for fine in ("/lake/shop", "s3a://bucket/lake", "abfs://container@account.dfs.core.windows.net/lake"):
         assert DeltaSettings.parse(Section("sink", {"path": f"{fine}/"}, {}, True)).path == fine
+
+
+@pytest.mark.parametrize("path", ["/lake/[a]", "s3a://bucket/lake*", "/lake/{a,b}", "/la?ke", "/lake\\a"])
+def test_a_path_that_readers_take_for_a_pattern_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"sink\.path") as refused:
+        DeltaSettings.parse(Section("sink", {"path": path}, {}, True))
+    assert "patterns" in refused.value.solution
+
+
+NAMES = (
+    *("..", ".", "a/b", "a", "b", "/", "_airflow_cdc", "%5Fairflow_cdc", ".hidden", "a.", "a%2Fb", "%", "a:b", "::int"),
+    *("#", "?", "*", "[a]", "{a,b}", "a=b", "back\\slash", "new\nline", "\x7f", "Ord ers", "Größe", "a~b"),
+)
+
+
+def test_folders_of_targets_stand_in_the_lake_each_by_itself() -> None:
+    folders = [folder(schema, name) for schema in NAMES for name in NAMES]
+    assert len(set(folders)) == len(NAMES) ** 2
+    for found in folders:
+        assert len(parts := found.split("/")) == 2
+        assert not any(part.startswith(("_", ".")) or part.endswith(".") for part in parts)
+        assert not set(found) & set(":#?*[]{}=\\\n\x7f")
+    assert folder("Ord ers", "Größe") == "Ord ers/Größe", "as in Hive"
+    assert [unquote(part) for part in folder("a/b", "..").split("/")] == ["a/b", ".."]
+
+
+def test_names_that_spark_or_files_cannot_have_are_refused(tmp_path: Path) -> None:
+    layout = Layout(Place(str(tmp_path)), "spark_catalog")
+    for schema, name in (("copy", "a.b"), ("Größe", "t")):
+        with pytest.raises(ConfigError, match="letters from A to Z"):
+            require_possible(layout, replace(TARGET, schema=schema, name=name), "mirror")
+        require_possible(replace(layout, catalog="unity"), replace(TARGET, schema=schema, name=name), "mirror")
+    require_possible(layout, replace(TARGET, schema="copy", name="_1"), "mirror")
+    spaced = Target(table(ID, column("a b", "integer", 2)), "public", "t")
+    unmapped = Layout(Place(str(tmp_path)), properties=(("delta.columnMapping.mode", "none"),))
+    require_possible(Layout(Place(str(tmp_path))), spaced, "mirror")
+    with pytest.raises(UncapturableTable, match=r"\(a b\)"):
+        require_possible(unmapped, spaced, "mirror")
+    dotted = Target(table(ID, column("a.b", "integer", 2)), "public", "t")
+    with pytest.raises(ConfigError, match=r"takes a\.b of public\.t"):
+        require_possible(Layout(Place(str(tmp_path)), partition_by=(("public.t", ("a.b",)),)), dotted, "mirror")
+
+
+def test_tables_that_a_catalog_takes_for_one_are_refused(tmp_path: Path) -> None:
+    one, other = (Target(replace(TABLE, name=name), "copy", name) for name in ("Orders", "orders"))
+    require_apart(Layout(Place(str(tmp_path))), [one, other])
+    require_apart(Layout(Place(str(tmp_path)), "unity"), [one, replace(other, schema="others")])
+    with pytest.raises(ConfigError, match=r"public\.Orders and public\.orders would be one table"):
+        require_apart(Layout(Place(str(tmp_path)), "unity"), [one, other])
 
 
 def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink) -> None:

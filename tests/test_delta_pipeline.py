@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,8 @@ def test_ddl_is_followed_and_tables_are_read_again(spark: SparkSession, database
     pipeline.source("ALTER TABLE public.t ALTER n TYPE numeric(8,2)", "UPDATE public.t SET n = 123456 WHERE id = 1")
     pipeline.apply()
     assert_verified(pipeline)
-    history = spark.sql(f"DESCRIBE HISTORY delta.`{tmp_path}/lake/public/t`").select("operation").collect()
-    operations = [operation for (operation,) in history]
-    assert operations.count("WRITE") == 1, operations
+    done = operations(spark, pipeline)
+    assert done["WRITE"] == 1, done
     # What no type can follow is read again, in one commit with its columns.
     pipeline.source("ALTER TABLE public.t ALTER b TYPE text USING 'b' || b", "INSERT INTO public.t VALUES (3, 'z')")
     pipeline.apply()
@@ -152,11 +152,76 @@ def test_ddl_is_followed_and_tables_are_read_again(spark: SparkSession, database
     assert_verified(pipeline)
 
 
-# Where a unit, or the log's entry for it, can break off; steps of chunks and re-reads are tested with the sink.
+# Where a unit, or the log's entry for it, can break off; steps of chunks are tested with the sink.
 PLACES = (
     *("before-batch-staged", "after-batch-staged", "before-batch-commit", "in-batch-commit", "before-entry"),
     *("after-entry", "before-step", "before-table-written", "after-table-written", "after-step", "after-batch-commit"),
 )
+# Where a re-read and a change of schema can, beside the entry: undecided, decided, half done, done and not said.
+REREADS = (
+    *("before-reread-commit", "before-step", "before-table-written", "after-table-written", "after-step"),
+    "after-reread-commit",
+)
+REDEFINITIONS = (
+    *("before-redefinition", "before-step", "before-table-written", "after-column-altered", "after-table-written"),
+    *("after-step", "after-redefinition"),
+)
+
+
+def operations(spark: SparkSession, pipeline: PipelineUnderTest) -> Counter[str]:
+    """How often what was done to the target table."""
+    history = spark.sql(f"DESCRIBE HISTORY delta.`{pipeline.directory}/lake/public/t`").select("operation").collect()
+    return Counter(operation for (operation,) in history)
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_re_reads_and_changes_of_schema_are_done_once_whatever_breaks_off(
+    spark: SparkSession, databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"], mode)
+    pipeline.source(
+        "CREATE TABLE public.t (id int PRIMARY KEY, body text)", "INSERT INTO public.t VALUES (1, 'a'), (2, 'b')"
+    )
+    pipeline.provision()
+    pipeline.copy()
+
+    def reread() -> None:
+        commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+
+    def breaks(place: str, run: Callable[[], object]) -> None:
+        with monkeypatch.context() as armed:
+            armed.setenv(VARIABLE, f"{place}:error")
+            with pytest.raises(Failpoint, match=place):
+                run()
+
+    for place in REREADS:
+        pipeline.source(f"UPDATE public.t SET body = '{place}' WHERE id = 1")
+        breaks(place, reread)
+        if place == REREADS[0]:
+            reread()
+        pipeline.apply()
+    assert_verified(pipeline)
+    if mode == "mirror":
+        assert operations(spark, pipeline)["WRITE"] == 1 + len(REREADS), "the snapshot and each re-read"
+    else:
+        counts = "SELECT _op, count(*) FROM {t} WHERE _op IN ('r', 't') GROUP BY 1 ORDER BY 1"
+        assert rows(spark, pipeline, counts) == [("r", 2 + 2 * len(REREADS)), ("t", len(REREADS))]
+    for n, place in enumerate(REDEFINITIONS):
+        pipeline.source(
+            f"ALTER TABLE public.t ADD COLUMN more{n} int DEFAULT {n}",
+            f"UPDATE public.t SET body = '{place}', more{n} = 77 WHERE id = 1",
+        )
+        breaks(place, pipeline.apply)
+        pipeline.apply()
+    assert_verified(pipeline)
+    done = operations(spark, pipeline)
+    assert (done["ADD COLUMNS"], done["UPDATE"]) == (len(REDEFINITIONS), len(REDEFINITIONS)), done
+    found = rows(
+        spark,
+        pipeline,
+        "SELECT DISTINCT {} FROM {{t}} WHERE id = 2".format(", ".join(f"more{n}" for n in range(len(REDEFINITIONS)))),
+    )
+    assert found == [tuple(range(len(REDEFINITIONS)))]
 
 
 def test_a_changelog_has_everything_once_whatever_breaks_off(
@@ -206,3 +271,32 @@ def test_a_run_that_is_killed_with_its_spark(
     assert rows(spark, pipeline, "SELECT count(*), count(DISTINCT id) FROM {t}") == pipeline.source_rows(
         "SELECT count(*), count(*) FROM public.t"
     )
+
+
+def test_a_re_read_and_a_change_of_schema_that_are_killed_with_their_spark(
+    spark: SparkSession, databases: Databases, tmp_path: Path
+) -> None:
+    """The change between its two steps at the table, and again when it is taken up."""
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"])
+    pipeline.source(
+        "CREATE TABLE public.t (id int PRIMARY KEY, body text)", "INSERT INTO public.t VALUES (1, 'a'), (2, 'b')"
+    )
+    pipeline.provision()
+    pipeline.copy()
+    program = [sys.executable, "-m", "tests.delta_run", str(pipeline.file)]
+    ours = {"PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def kill(place: str, *reread: str) -> None:
+        killed = pipeline.start_program(f"run killed {place}", [*program, *reread], f"{place}:kill", ours).wait()
+        assert killed.code == -9, killed.stderr[-2000:]
+
+    kill("after-table-written", "public.t")
+    pipeline.source("ALTER TABLE public.t ADD COLUMN more int DEFAULT 7", "UPDATE public.t SET more = 8 WHERE id = 1")
+    kill("after-column-altered")
+    kill("before-table-written")
+    commands.provision(pipeline.pipeline, takeover=True)
+    pipeline.apply()
+    assert_verified(pipeline)
+    assert rows(spark, pipeline, "SELECT id, body, more FROM {t} ORDER BY id") == [(1, "a", 8), (2, "b", 7)]
+    done = operations(spark, pipeline)
+    assert (done["WRITE"], done["ADD COLUMNS"], done["UPDATE"]) == (2, 1, 1), done

@@ -39,7 +39,8 @@ from airflow_cdc_provider.engine.sinks.base import (
 )
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
-from airflow_cdc_provider.engine.sinks.delta.sink import FIRST_READ, DeltaSink
+from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
 from airflow_cdc_provider.engine.stage import END
 from airflow_cdc_provider.engine.visibility import Snapshot
 from tests.delta_spark import delta_session
@@ -349,6 +350,25 @@ def test_tables_that_cannot_be_targets_are_refused(spark: SparkSession, root: Pa
     with pytest.raises(ConfigError, match="no column day"):
         opened(root, partition_by=((LABEL, ("day",)),)).prepare([TARGET], [], IDENTITY, 100)
     assert sink_tables(root) == ["Ord ers"]
+
+
+@pytest.mark.parametrize("name", ["..", "a/b: 50%"])
+def test_names_that_are_paths_are_folders_of_the_lake(spark: SparkSession, root: Path, name: str) -> None:
+    target = Target(replace(TABLE, schema=name, name=name), name, name)
+    label, chunk = target.table.label, Chunk(target.table.label, 0, None, None)
+    sink = opened(root)
+    sink.prepare([target], [chunk], IDENTITY, 100)
+    epoch = sink.take_epoch("test")
+    written = sink.write_chunk(epoch, target, chunk, ORIGIN, iter([batch(("1", "a", "1"))]), lambda: WATERMARK)
+    assert written is not None
+    assert sink.commit_chunks(epoch, [CopiedChunk(target, chunk, ORIGIN, written)]) == [1]
+    sink.commit(epoch, 100, 200, [stage(sink, epoch, [replace(upsert("2", "b", "2"), label=label)])])
+    found = [key for rows_ in sink.rows(target) for key in rows_.column(0).to_pylist()]
+    assert sorted(found) == ["1", "2"]
+    assert sink.missing([target]) == ()
+    assert [path.name for path in root.parent.iterdir()] == [root.name]
+    logs = [path.relative_to(root) for path in root.rglob("_delta_log")]
+    assert [len(log.parts) for log in logs] == [3], "the schema, the table, its log"
 
 
 def sink_tables(root: Path) -> list[str]:

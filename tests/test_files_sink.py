@@ -30,11 +30,11 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.files import manifest
-from airflow_cdc_provider.engine.sinks.files.datafile import FIRST_READ
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.changes import Change
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.record import Commit
+from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
 from tests.files_sink import (
     AT,
     BODY,
@@ -338,7 +338,7 @@ def test_a_column_that_has_the_name_of_the_partitions_is_refused(tmp_path: Path)
         sink.prepare([Target(table(ID, column("_date", "date", 2)), "public", "t")], CHUNKS, SOURCE, 50)
 
 
-@pytest.mark.parametrize("name", ["_airflow_cdc", "..", ".hidden", "a/b", "50% *[x]?", "Größe", "a.b"])
+@pytest.mark.parametrize("name", ["_airflow_cdc", "..", ".hidden", "a/b", "50% *[x]?", "Größe", "a.b", "shop.json"])
 def test_names_of_all_kinds_are_folders(tmp_path: Path, name: str) -> None:
     target = Target(replace(TARGET.table, schema=name, name=name), name, name)
     sink = FilesSink(Place(str(tmp_path / "lake")), "shop", "changelog")

@@ -69,7 +69,7 @@ def made(source: Connection, name: str, columns: Sequence[str], key: str = "id")
     """A table of the source, as a target."""
     definition = ", ".join(columns)
     rows(source, f"CREATE TABLE public.{name} ({definition}, PRIMARY KEY ({key}))")
-    (table,) = resolve(source, (TableRule(f"public.{name}"),), "mirror")
+    (table,) = resolve(source, (TableRule(f"public.{name}"),))
     return Target(table, "copy", name)
 
 

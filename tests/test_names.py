@@ -254,7 +254,7 @@ def test_publications(guarded: Databases) -> None:
     """Their names go through SQL and through the replication protocol, which quotes in its own way."""
     with connected(guarded.source) as source:
         rows(source, "CREATE TABLE public.t (id int PRIMARY KEY)")
-        tables = resolve(source, (TableRule("public.t"),), "mirror")
+        tables = resolve(source, (TableRule("public.t"),))
         for name in NAMES:
             create_publication(source, name, tables)
         slot = guarded.source.rpartition("/")[2]

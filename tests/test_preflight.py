@@ -328,7 +328,7 @@ def test_the_statement_for_a_publication(document: dict[str, Any], databases: Da
     ]
     pipeline = Pipeline.parse(document)
     with connected(databases.source) as connection:
-        tables = resolve(connection, pipeline.source.tables, "mirror")
+        tables = resolve(connection, pipeline.source.tables)
         statement = publication_sql(connection, pipeline.source.publication, tables)
         assert statement == (
             'CREATE PUBLICATION "airflow_cdc_shop" FOR TABLE ONLY "shop"."orders" ("id", "body") '
@@ -357,7 +357,7 @@ def test_rules_of_columns_and_rows_need_postgres_15(document: dict[str, Any], da
 
     document["source"]["tables"] = [{"table": "shop.orders", "where": "id > 0"}]
     with connected(databases.source) as connection:
-        tables = resolve(connection, Pipeline.parse(document).source.tables, "mirror")
+        tables = resolve(connection, Pipeline.parse(document).source.tables)
         with pytest.raises(ConfigError, match="Postgres 15"):
             publication_sql(Older(connection), "p", tables)  # type: ignore[arg-type]
 
@@ -417,10 +417,10 @@ def test_a_column_that_has_just_gone_is_not_what_a_publication_hides(
     run(databases.source, "CREATE PUBLICATION airflow_cdc_shop FOR TABLE ONLY shop.orders")
     pipeline = Pipeline.parse(document)
     with connected(databases.source) as source:
-        captured = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        captured = resolve(source, pipeline.source.tables)
         run(databases.source, f"ALTER TABLE shop.orders {change}")
         assert published_otherwise(source, "airflow_cdc_shop", captured) == ([], [])
         run(databases.source, "ALTER PUBLICATION airflow_cdc_shop SET TABLE ONLY shop.orders (id)")
-        hidden = resolve(source, pipeline.source.tables, pipeline.sink.mode)
+        hidden = resolve(source, pipeline.source.tables)
         _, different = published_otherwise(source, "airflow_cdc_shop", hidden)
         assert len(different) == len(hidden[0].columns) - 1

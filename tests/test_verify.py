@@ -77,7 +77,7 @@ class Session:
             rows(self.target, statement)
 
     def pair(self, pattern: str = "public.t", target: str | None = None, where: str | None = None) -> Target:
-        (table,) = resolve(self.source, (TableRule(pattern, where=where),), "mirror")
+        (table,) = resolve(self.source, (TableRule(pattern, where=where),))
         return Target(table, table.schema, target or table.name)
 
     def compare(self, pair: Target | None = None, live: verify.Live | None = None) -> TableResult:

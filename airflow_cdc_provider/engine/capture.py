@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import psycopg2
 from psycopg2 import sql
@@ -29,8 +28,6 @@ from airflow_cdc_provider.engine.errors import CdcError, ConfigError, Uncapturab
 from airflow_cdc_provider.engine.evolution import has_silent_key
 
 log = logging.getLogger(__name__)
-
-Mode = Literal["mirror", "changelog"]
 
 _TOKEN = re.compile(r'("(?:[^"]|"")*")|([^"])', re.DOTALL)
 _NOT_TABLES = {"v": "view", "m": "materialized view", "f": "foreign table"}
@@ -81,16 +78,15 @@ class Found:
     fatal: tuple[CdcError, ...]
 
 
-def resolve(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> tuple[Table, ...]:
+def resolve(connection: Connection, rules: tuple[TableRule, ...]) -> tuple[Table, ...]:
     """Find the tables that the rules of a pipeline name, in the order of the rules and then of the names.
 
     :param connection: to the source, with the session settings of :mod:`connection`.
-    :param mode: of the sink; either takes a table without a key if its identity is FULL.
     :raises UnknownTable: when a rule matches no table.
     :raises UncapturableTable: when a table named by a plain rule, or every table a glob matches, cannot be captured.
     :raises ConfigError: when a rule's pattern, columns or condition do not fit.
     """
-    found = find(connection, rules, mode)
+    found = find(connection, rules)
     for error in found.fatal:
         raise error
     for error in found.errors.values():
@@ -99,7 +95,7 @@ def resolve(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) ->
     return tuple(found.tables.values())
 
 
-def find(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> Found:
+def find(connection: Connection, rules: tuple[TableRule, ...]) -> Found:
     """As :func:`resolve`, but what cannot be captured is told and not raised, so that other tables can be looked at.
 
     :raises ConfigError: when a rule's pattern is none.
@@ -130,7 +126,7 @@ def find(connection: Connection, rules: tuple[TableRule, ...], mode: Mode) -> Fo
                         " in its name",
                         "Capture one of them in another pipeline.",
                     )
-                tables[relation.label] = _table(connection, catalog, relation, rule, mode)
+                tables[relation.label] = _table(connection, catalog, relation, rule)
             except ConfigError as e:
                 errors[relation.label] = e
                 if patterns[index].is_plain or not isinstance(e, UncapturableTable):
@@ -151,7 +147,7 @@ def _unknown(rule: TableRule, pattern: _Pattern, relations: Sequence[Relation]) 
     )
 
 
-def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: TableRule, mode: Mode) -> Table:
+def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: TableRule) -> Table:
     leaves = catalog.leaves.get(relation.oid, ())
     for part in (relation, *leaves):
         _refuse_kind(part, relation.label)

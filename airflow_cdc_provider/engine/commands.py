@@ -111,7 +111,7 @@ def _joining(pipeline: Pipeline) -> list[str]:
     if len(recorded) < len(records):
         return []  # a sink joins, which no live stream can do for it
     with connected(pipeline.source.dsn) as source:
-        tables = resolve(source, pipeline.source.tables, pipeline.sinks[0].mode)
+        tables = resolve(source, pipeline.source.tables)
     return [table.label for table in tables if not all(table.label in labels for labels in recorded)]
 
 

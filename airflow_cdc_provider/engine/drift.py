@@ -67,7 +67,7 @@ def look(
 
     :param truncates: the transactions by which leaves were last truncated, as far as the log has told.
     """
-    found = find(connection, pipeline.source.tables, pipeline.sink.mode)
+    found = find(connection, pipeline.source.tables)
     # The record is read first: what is published anew meanwhile then shows as a difference, and is looked at again.
     record = existing_record(pipeline)
     published = published_oids(connection, pipeline.source.publication)

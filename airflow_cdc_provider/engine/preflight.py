@@ -62,7 +62,7 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
         if source is not None and check_settings(checks, source, pipeline.source):
             tables = checks.run(
                 "tables",
-                lambda: resolve(source, pipeline.source.tables, pipeline.sinks[0].mode),
+                lambda: resolve(source, pipeline.source.tables),
                 lambda found: f"Tables that can be captured: {len(found)}.",
             )
             if tables is not None:

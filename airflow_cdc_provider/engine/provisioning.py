@@ -68,7 +68,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         claim(source, pipeline.name, takeover)
         record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-        tables = resolve(source, names.tables, pipeline.sinks[0].mode)
+        tables = resolve(source, names.tables)
         checks.check_publication(source, pipeline, tables, _settled(record, tables))
         new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
         if record is None:
@@ -301,7 +301,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
             if own is not None:
                 _refuse_other_names(branch, own)
         require_primary(source)
-        tables = resolve(source, pipeline.source.tables, pipeline.sinks[0].mode)
+        tables = resolve(source, pipeline.source.tables)
         if pipeline.source.slot != known.identity["slot"]:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, pipeline.source.slot)

@@ -211,7 +211,7 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
 
 def _defined(connection: Connection, pipeline: Pipeline, label: str) -> Table:
     """A table as the catalog defines it now, by the rules of the file."""
-    found = find(connection, pipeline.source.tables, pipeline.sink.mode)
+    found = find(connection, pipeline.source.tables)
     if label in found.errors:
         raise found.errors[label]
     if label not in found.tables:

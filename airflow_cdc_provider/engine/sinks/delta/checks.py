@@ -10,7 +10,7 @@ from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable
 from airflow_cdc_provider.engine.findings import Checks
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.delta.layout import require_possible
+from airflow_cdc_provider.engine.sinks.delta.layout import require_apart, require_possible
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.table import has_log
@@ -38,8 +38,9 @@ def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: S
     def possible() -> str:
         record = sink.record()
         ours = {(target.schema, target.name) for target in record.targets} if record is not None else set()
-        for table in tables or ():
-            target = Target(table, *target_name(pipeline, table))
+        targets = [Target(table, *target_name(pipeline, table)) for table in tables or ()]
+        require_apart(sink.layout, targets)
+        for target in targets:
             require_possible(sink.layout, target, settings.mode)
             taken = sink.layout.catalog is None and has_log(sink.layout, target)
             if taken and (target.schema, target.name) not in ours and not sink.is_empty(target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,19 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.errors import ConfigError, UncapturableTable
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.staging import EVENT_COLUMNS
+from airflow_cdc_provider.engine.sinks.lake.path import folder
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.values import arrow_type
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 _SCHEMES = {"s3": "s3a", "gcs": "gs", "local": "file"}
 """By what Hadoop calls what fsspec calls otherwise."""
+
+_SESSION_CATALOG = "spark_catalog"
+_IN_SESSION_CATALOG = re.compile("[A-Za-z0-9_]+")
+
+_NOT_IN_FILES = frozenset(" ,;{}()\n\t=")
+"""Of the names of columns, unless these are mapped."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Layout:
 
     def place(self, target: Target) -> Place:
         """The folder of a path table."""
-        return self.root / target.schema / target.name
+        return self.root / folder(target.schema, target.name)
 
     def sql_name(self, target: Target) -> str:
         """How statements name a table."""
@@ -93,10 +101,19 @@ def sql_type(kind: pa.DataType) -> str:
 def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
     """Refuse a table that Delta cannot hold.
 
-    :raises UncapturableTable: when it has no key to merge by, or columns whose names differ in case only.
-    :raises ConfigError: when it is to be partitioned by columns that it does not have.
+    :raises UncapturableTable: when it has no key to merge by, or columns whose names differ in case only, or that files
+        cannot have.
+    :raises ConfigError: when it is to be partitioned by columns that it does not have, or that Spark does not take; or
+        when the catalog cannot have the names of its target.
     """
     label = target.table.label
+    if layout.catalog == _SESSION_CATALOG and not all(map(_IN_SESSION_CATALOG.fullmatch, (target.schema, target.name))):
+        raise ConfigError(
+            f"the target of {label} would be {target.schema}.{target.name}, but the names in {_SESSION_CATALOG} are of"
+            " letters from A to Z, digits and _",
+            "Leave sink.catalog out, so that tables are folders, which can have any name; or name another catalog, or a"
+            " sink.schema without {schema}; or leave the table out.",
+        )
     if mode == "mirror" and not target.table.key:
         raise UncapturableTable(
             f"{label} has no key by which rows could be merged into a Delta table",
@@ -110,12 +127,44 @@ def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
                 f"{label} has columns {other} and {name}, which are one to Delta",
                 "Rename one, or leave it out by `columns` in source.tables.",
             )
+    if dict(layout.properties).get("delta.columnMapping.mode") == "none":
+        refused = [name for name in seen.values() if _NOT_IN_FILES & set(name)]
+        if refused:
+            raise UncapturableTable(
+                f"{label} has columns ({', '.join(refused)}) with a space or one of ,;{{}}()= in their names, which the"
+                " files of a Delta table cannot have",
+                "Leave delta.columnMapping.mode out of sink.properties, or leave the columns out by `columns` in"
+                " source.tables.",
+            )
     lacking = [name for name in layout.partitions(target) if name not in table_columns(target, mode)]
     if lacking:
         raise ConfigError(
             f"sink.partition_by: {label} has no column {', '.join(lacking)}",
             f"Name columns that are captured: {', '.join(table_columns(target, mode))}.",
         )
+    parsed = [name for name in layout.partitions(target) if "." in name or "`" in name]
+    if parsed:
+        raise ConfigError(
+            f"sink.partition_by: Spark takes {', '.join(parsed)} of {label} for more than the name of a column",
+            "Partition by columns without dots and backquotes in their names.",
+        )
+
+
+def require_apart(layout: Layout, targets: Sequence[Target]) -> None:
+    """Refuse tables that would be one in a catalog, which tells no case of letters.
+
+    :raises ConfigError: naming two.
+    """
+    seen: dict[str, Target] = {}
+    for target in targets if layout.catalog is not None else ():
+        other = seen.setdefault(f"{target.schema}.{target.name}".lower(), target)
+        if other is not target:
+            raise ConfigError(
+                f"the targets of {other.table.label} and {target.table.label} would be one table of the catalog"
+                f" {layout.catalog}, which does not tell capital letters from small ones",
+                "Leave sink.catalog out, so that tables are folders; or capture one of them in another pipeline, with"
+                " another sink.schema.",
+            )
 
 
 def names_of(columns: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from airflow_cdc_provider.engine.section import as_mapping, as_text, one_of
-from airflow_cdc_provider.engine.sinks.lake.path import as_path
+from airflow_cdc_provider.engine.sinks.lake.path import as_path, folder
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class DeltaSettings:
         """See :meth:`.SinkSettings.dataset`."""
         if self.catalog is not None:
             return self.catalog, f"{schema}.{name}"
-        return self.path, f"{schema}/{name}"
+        return self.path, folder(schema, name)
 
 
 def _as_properties(value: object) -> tuple[tuple[str, str], ...]:

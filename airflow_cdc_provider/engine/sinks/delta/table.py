@@ -17,6 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from airflow_cdc_provider.engine.effects import ERASED
+from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout, location, names_of, quoted, sql_type, table_columns
 from airflow_cdc_provider.engine.sinks.delta.net import latest
@@ -112,6 +113,7 @@ class DeltaTable:
         for alteration in work.alterations:
             if is_open():
                 self._alter(alteration)
+                failpoint("after-column-altered")
         if work.kind == "alter":
             return
         for name, value in {_APPLICATION: application, _VERSION: str(number), _RESET: "true"}.items():

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
@@ -26,10 +25,8 @@ from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.files.format import column_type
 from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
-
-FIRST_READ = -1_000_000
-"""``_seq`` of snapshot rows: far below changes, which count from 1, so that there is room for the same rows read again
-at the same LSN."""
+from airflow_cdc_provider.engine.sinks.lake.path import folder
+from airflow_cdc_provider.engine.sinks.lake.room import Room, room_at
 
 
 @dataclass(frozen=True)
@@ -91,28 +88,9 @@ class Shape:
         return self.with_table(table, format_) or Shape(self.version + 1).with_table(table, format_) or Shape()
 
 
-@dataclass(frozen=True)
-class Room:
-    """Where rows that are read again stand in a changelog: behind all that was read at the same LSN before.
-
-    :param lsn: the applied LSN.
-    :param seq: of the rows.
-    :param marker: ``_seq`` of the rows that say that they are read again; ``None`` when the changelog has no rows.
-    """
-
-    lsn: int
-    seq: int
-    marker: int | None
-
-
 def folder_of(target: Target) -> str:
-    """The folder of a target; no reader takes its name for a pattern, or passes over it as hidden."""
-    return "/".join(map(_encoded, (target.schema, target.name)))
-
-
-def _encoded(name: str) -> str:
-    text = quote(name, safe="")
-    return f"%{ord(text[0]):02X}{text[1:]}" if text[0] in "._" else text
+    """The folder of a target."""
+    return folder(target.schema, target.name)
 
 
 def partition(folder: str, version: int, date: str) -> str:
@@ -144,10 +122,9 @@ def room_of(contents: Contents, folder: str, lsn: int, replacing: bool) -> Room:
     :param replacing: they replace what the changelog amounts to.
     """
     read = contents.get("reads", {}).get(folder)
-    seq = FIRST_READ if read is None or parse_lsn(read["lsn"]) != lsn else int(read["seq"]) + 1
-    if replacing and any(value["folder"] == folder for value in contents.get("files", {}).values()):
-        return Room(lsn, seq + 1, seq)
-    return Room(lsn, FIRST_READ, None)
+    last = int(read["seq"]) if read is not None and parse_lsn(read["lsn"]) == lsn else None
+    has_rows = any(value["folder"] == folder for value in contents.get("files", {}).values())
+    return room_at(lsn, last, replacing and has_rows)
 
 
 def with_files(files: Iterable[DataFile]) -> Change:

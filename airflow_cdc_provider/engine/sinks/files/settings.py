@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from airflow_cdc_provider.engine.section import as_text
-from airflow_cdc_provider.engine.sinks.lake.path import as_path
+from airflow_cdc_provider.engine.sinks.lake.path import as_path, folder
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class FilesSettings:
         scheme, separator, rest = self.path.partition("://")
         bucket, _, path = rest.partition("/")
         if not separator or scheme in ("file", "local"):
-            return "file", f"{(rest or scheme).rstrip('/')}/{schema}/{name}"
-        return f"{scheme}://{bucket}", "/".join(part for part in (path.strip("/"), schema, name) if part)
+            return "file", f"{(rest or scheme).rstrip('/')}/{folder(schema, name)}"
+        return f"{scheme}://{bucket}", f"{path.strip('/')}/{folder(schema, name)}".lstrip("/")
 
 
 def _changelog(value: object) -> str:

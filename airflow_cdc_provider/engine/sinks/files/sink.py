@@ -31,7 +31,6 @@ from airflow_cdc_provider.engine.sinks.files import format as rows_
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.datafile import (
     DataFile,
-    Room,
     Shape,
     files_of,
     folder_of,
@@ -48,6 +47,7 @@ from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
 from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
+from airflow_cdc_provider.engine.sinks.lake.room import Room
 
 PARTITION = "_date"
 """The column that the folders of the files stand for."""

@@ -1,9 +1,16 @@
-"""The key ``path`` of a pipeline file's ``sink`` section: the folder below which everything of a lake stands."""
+"""Paths of a lake: the key ``path`` of a pipeline file's ``sink`` section, and the folders of targets below it."""
 
 from __future__ import annotations
 
+import re
+
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.section import as_text
+
+# What Hive escapes in the values of partitions, and what hides a folder. Dots also stand for other folders, and go at
+# the end of names in some stores.
+_SPECIAL = re.compile(r"""^_|[\x00-\x1f\x7f"#%'*./:=?\[\\\]^{}]""")
+_PATTERN = frozenset("*?[]{}\\")
 
 
 def as_path(value: object) -> str:
@@ -22,4 +29,11 @@ def as_path(value: object) -> str:
             f"sink.path: the URL, {scheme}://…, names a user or a password",
             "Give a URL without user and password; the store's library finds them in the environment.",
         )
+    if _PATTERN & set(text):
+        raise ValueError("a path without any of *?[]{}\\, which readers take for patterns")
     return text
+
+
+def folder(schema: str, name: str) -> str:
+    """The folder of a target, by Hive's escapes, of which every store and reader takes each part for a plain name."""
+    return "/".join(_SPECIAL.sub(lambda found: f"%{ord(found[0]):02X}", part) for part in (schema, name))

@@ -1,0 +1,36 @@
+"""Where rows that were read from the source stand in a changelog: behind all that was read at the same LSN before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_READ = -1_000_000
+"""``_seq`` of rows that were read: far below changes, which count from 1, so that there is room for the same rows read
+again at the same LSN."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """A place for rows.
+
+    :param lsn: the applied LSN.
+    :param seq: of the rows.
+    :param marker: ``_seq`` of the rows that say that they are read again; ``None`` when there is nothing to replace.
+    """
+
+    lsn: int
+    seq: int
+    marker: int | None
+
+
+def room_at(lsn: int, last: int | None, replacing: bool) -> Room:
+    """Where rows that are read now stand.
+
+    :param lsn: the applied LSN.
+    :param last: the highest ``_seq`` of the rows that have been read at that LSN; ``None`` without any.
+    :param replacing: they replace what the changelog amounts to, which has rows.
+    """
+    if not replacing:
+        return Room(lsn, FIRST_READ, None)
+    marker = FIRST_READ if last is None else last + 1
+    return Room(lsn, marker + 1, marker)
