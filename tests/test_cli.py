@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,14 @@ def test_options_that_the_parser_refuses(refusals: Refusals) -> None:
         with pytest.raises(SystemExit) as exit_:
             refusals.main(arguments[0], *arguments[1:])
         assert exit_.value.code == 2
+
+
+def test_the_commands_come_without_what_only_reads_need() -> None:
+    """Each command, and each process of Spark that imports the engine, would pay for pandas and what comes with it."""
+    loading = (
+        "import sys, airflow_cdc_provider.engine.cli; print({'pandas', 'adbc_driver_postgresql'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", loading], text=True).strip() == "set()"
 
 
 # -- exit 1: the environment fails ---------------------------------------------------------------------

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 from psycopg2 import sql
 
@@ -142,6 +141,9 @@ class SnapshotReader:
         self._call.end(self._disconnect)
 
     def _connect(self, dsn: str) -> None:
+        # It loads pandas, a second's work that commands which read no rows do without.
+        import adbc_driver_postgresql.dbapi as adbc
+
         # Kept here rather than returned: somebody has to close it also when nobody waits for it any more.
         self._connection = adbc.connect(dsn, autocommit=True)
 
