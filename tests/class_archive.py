@@ -52,6 +52,7 @@ def _start_spark(archive: str) -> None:
     """Start a session that archives its classes at its end, and do a little of what jobs do."""
     from pyspark.sql import SparkSession
 
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     options = f"{JVM_OPTIONS} -XX:ArchiveClassesAtExit={archive}"
     builder = SparkSession.builder.master("local[2]").config("spark.driver.extraJavaOptions", options)
     spark = builder.config("spark.ui.enabled", "false").config("spark.sql.shuffle.partitions", "1").getOrCreate()

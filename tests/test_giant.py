@@ -159,7 +159,7 @@ def test_a_batch_that_the_heap_cannot_hold_ends_the_job(pipeline: PipelineUnderT
     failed = pipeline.start("stream", "--until", "caught-up", "--json").wait(SECONDS)
     assert failed.code == 1, failed.stderr[-4000:]
     assert failed.json["error"]["kind"] == "SparkLost"
-    pipeline.change(spark={"conf": conf}, stream={"max_batch_bytes": BATCH})
+    pipeline.change(spark={"conf": conf}, stream={"max_batch_bytes": 16 << 20})
     stream_until_caught_up(pipeline)
     query = "SELECT id, length(v), md5(v) FROM public.t"
     assert pipeline.target_rows(query) == pipeline.source_rows(query) != []
