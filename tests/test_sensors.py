@@ -108,6 +108,12 @@ def test_nothing_is_expected_of_a_lost_slot(kind: str) -> None:
     assert "resnapshot --all" in missing.value.solution
 
 
+def test_a_lag_may_be_awaited_before_there_is_a_slot() -> None:
+    judgement = expect("lag", {"below_bytes": "1"}).judge(dataclasses.replace(seen(record=False), slot="t"))
+    assert not judgement.reached
+    assert "has not been provisioned" in judgement.sentence
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [

@@ -167,9 +167,9 @@ class Lag(Expectation):
 
     def judge(self, seen: Seen) -> Judgement:
         """See :meth:`Expectation.judge`."""
-        _ = seen.state
         if seen.record is None or seen.slots is None:
             return Judgement(False, _NO_RECORD)
+        _ = seen.state  # made before the record
         behind, seconds = seen.record.lag(seen.slots.end, seen.now)
         reached = (self.below_bytes is None or behind < self.below_bytes) and (
             self.below_seconds is None or seconds < self.below_seconds
