@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -29,7 +31,7 @@ from airflow_cdc_provider.engine.sinks.delta.layout import Layout, require_apart
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.work import Alteration, TableWork
-from airflow_cdc_provider.engine.sinks.lake import changes
+from airflow_cdc_provider.engine.sinks.lake import changes, record
 from airflow_cdc_provider.engine.sinks.lake.path import folder
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.settings import Mode
@@ -308,3 +310,32 @@ def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink
     record = sink.record()
     assert record is not None
     assert record.targets == (after,)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
+    sink: NotingSink, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    epoch = sink.take_epoch("me")
+    sink.refusals.append(refusing(PySparkException("Connection reset")))
+    with pytest.raises(StreamFailed):
+        unit(sink, epoch, 100, 200)
+    sink.refusals.clear()
+    looks: list[float] = []
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        head = sink.head()
+        assert head is not None
+        if lives:
+            sink._roll_forward(head)  # as the other process does meanwhile
+
+    # From here on we are another process than the one that decided.
+    monkeypatch.setattr(record, "_decided", {})
+    monkeypatch.setattr(record, "_PATIENCE", 60.0 if lives else 0.01)
+    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=look))
+    assert unit(sink, epoch, 200, 300)
+    assert applied(sink) == 300
+    assert len(looks) == 1 if lives else looks
+    assert unit(sink, epoch, 300, 400)
+    assert len(looks) == 1 if lives else looks

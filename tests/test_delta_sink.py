@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import deltalake
 import pyarrow as pa
@@ -37,6 +38,7 @@ from airflow_cdc_provider.engine.sinks.base import (
     Target,
     Watermark,
 )
+from airflow_cdc_provider.engine.sinks.delta import spark as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
@@ -144,6 +146,24 @@ def test_chunks_are_committed_together_and_each_once(spark: SparkSession, root: 
     assert record is not None
     assert record.unfinished == ()
     assert staged_files(root) == 0
+
+
+def test_a_table_that_another_process_has_begun_to_make_is_awaited(
+    spark: SparkSession, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, epoch = prepared(root)
+    begun = root / "copy" / "Ord ers"
+    begun.mkdir(parents=True)
+    (begun / "first.parquet").touch()
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        (begun / "first.parquet").unlink()
+
+    monkeypatch.setattr(delta_spark, "time", SimpleNamespace(sleep=pause))
+    assert copy(sink, epoch, CHUNK, ("1", "a", "1.50")) == 1
+    assert len(pauses) == 1
 
 
 def test_a_chunk_is_refused_that_comes_from_where_the_pipeline_is_no_longer(spark: SparkSession, root: Path) -> None:

@@ -45,7 +45,7 @@ LOG_LINES = 60
 INTRODUCTION = """\
 A shop of a million rows is copied from Postgres to {sink} while its customers go on buying:
 a Dag in a real Airflow takes a snapshot without locks and follows the write-ahead log, both as Spark jobs.
-Then every row is compared. It takes two to five minutes, and all that is started here is stopped at the end."""
+Then every row is compared. It takes two to seven minutes, and all that is started here is stopped at the end."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout, require_possible, table_columns
 from airflow_cdc_provider.engine.sinks.delta.spark import (
+    BEGUN,
     SPARK_ERRORS,
     first_line,
     insistently,
@@ -146,7 +147,10 @@ class DeltaRecord(LakeRecord):
             target, what = work
             failpoint("before-table-written")
             try:
-                insistently(lambda: self._table(target).write(what, application, step.number, is_open))
+                insistently(
+                    lambda: self._table(target).write(what, application, step.number, is_open),
+                    *(BEGUN if what.create else ()),
+                )
             except SPARK_ERRORS as e:
                 if not is_open():
                     return  # another process of the run has done it, and removed what was staged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -16,7 +17,15 @@ from airflow_cdc_provider.engine.errors import SparkUnusable
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
 
 _ATTEMPTS = 20
-_CONFLICTS = ("DELTA_CONCURRENT_", "DELTA_METADATA_CHANGED", "DELTA_PROTOCOL_CHANGED", "ConcurrentModification")
+_CONFLICTS = (
+    "DELTA_CONCURRENT_",
+    "DELTA_METADATA_CHANGED",
+    "DELTA_PROTOCOL_CHANGED",
+    "ConcurrentModification",
+)
+BEGUN = ("DELTA_CREATE_TABLE_WITH_NON_EMPTY_LOCATION", "DELTA_TABLE_NOT_FOUND")
+"""What is said of a table that another process of the run is about to make: its folder is there, and no entry yet."""
+_PAUSE_SECONDS = 0.2
 
 _REFUSALS = ("CONSTRAINT", "InvariantViolation", "AnalysisException", "DELTA_EXCEED_CHAR_VARCHAR_LIMIT")
 
@@ -52,14 +61,18 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     return spark.newSession()
 
 
-def insistently(step: Callable[[], T]) -> T:
-    """Take a step again as long as another commit to the same table, such as OPTIMIZE's, comes in between."""
+def insistently(step: Callable[[], T], *further: str) -> T:
+    """Take a step again as long as another commit to the same table, such as OPTIMIZE's, comes in between.
+
+    :param further: names of errors that pass by, too.
+    """
     for attempt in range(_ATTEMPTS):
         try:
             return step()
         except SPARK_ERRORS as e:
-            if attempt == _ATTEMPTS - 1 or not any(name in str(e) for name in _CONFLICTS):
+            if attempt == _ATTEMPTS - 1 or not any(name in str(e) for name in (*_CONFLICTS, *further)):
                 raise
+            time.sleep(_PAUSE_SECONDS)
     raise AssertionError
 
 

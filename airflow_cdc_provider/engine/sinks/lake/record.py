@@ -36,7 +36,12 @@ FOLDER = "_airflow_cdc"
 
 _STORE = "store.id"  # no pipeline's name has a dot
 
+_PATIENCE = 30.0  # seconds, far more than a step takes that goes on
+_LOOK_SECONDS = 0.2
+
 _locks: defaultdict[Place, threading.RLock] = defaultdict(threading.RLock)
+_decided: dict[Place, int] = {}
+"""The last step that this process has decided."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +143,8 @@ class LakeRecord:
     def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
         """Append an entry, then carry out what it decides.
 
-        A step that is open is carried out before; without an epoch, whose entry may then come between the step's two,
-        afterwards, so that nobody else decides another one meanwhile.
+        A step that is open is carried out before, unless another part of the run is at it; without an epoch, whose
+        entry may then come between the step's two, afterwards, so that nobody else decides another one meanwhile.
 
         :param epoch: of the run; ``None`` for who takes it, or needs none.
         :param what: the entry's title, for people.
@@ -151,8 +156,9 @@ class LakeRecord:
         with _locks[self._home]:
             while True:
                 head = self._head(epoch)
-                if epoch is not None and changes.step_of(head.contents) is not None:
-                    self._roll_forward(head)
+                if epoch is not None and (step := changes.step_of(head.contents)) is not None:
+                    if not self._is_done_by_another(step):
+                        self._roll_forward(head)
                     continue
                 commit = decide(head.contents)
                 if commit is None:
@@ -163,6 +169,8 @@ class LakeRecord:
                 appended = self._log.append(head, change, what)
                 if appended is None:
                     continue
+                if commit.work is not None:
+                    _decided[self._home] = appended.number
                 return self._completed(appended).contents
 
     def append_beside(self, what: str, decide: Callable[[Contents], Commit | None]) -> bool:
@@ -177,6 +185,16 @@ class LakeRecord:
         """The last entry of the log; ``None`` when there is no pipeline."""
         head = self._log.head()
         return head if head is not None and head.contents.get("head") else None
+
+    def _is_done_by_another(self, step: Step) -> bool:
+        """Leave a step for a while to the process that has decided it: two that do the same are slower than one."""
+        deadline = time.monotonic() + (0.0 if _decided.get(self._home) == step.number else _PATIENCE)
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            head = self._log.head()
+            if head is None or changes.step_of(head.contents) != step:
+                return True
+        return False
 
     def _completed(self, head: Head) -> Head:
         """Have the step that is open in ``head`` carried out, by this process or another."""
