@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.connection import Connection
     from airflow_cdc_provider.engine.findings import Checks
     from airflow_cdc_provider.engine.section import Section
-    from airflow_cdc_provider.engine.sinks.base import Sink, Target
+    from airflow_cdc_provider.engine.sinks.base import Sink
 
 
 def as_mysql_uri(value: object) -> str:
@@ -82,14 +82,3 @@ class MysqlSettings:
     def dataset(self, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""
         return f"mysql://{self.place}", f"{schema}.{name}"
-
-    def ddl(self, pipeline: str, targets: Sequence[Target]) -> list[str]:
-        """The statements that create target tables on the server, without running them.
-
-        :raises ConnectionFailed: when it cannot be asked what it is.
-        """
-        from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
-        from airflow_cdc_provider.engine.sinks.mysql.session import Address, session
-
-        with session(Address.parse(self.dsn)) as opened:
-            return [create_table(target, self.mode, opened.collation, pipeline) for target in targets]
