@@ -286,6 +286,15 @@ def test_a_pipeline_file_has_slot_budget_and_record(pipeline: str) -> None:
         assert "not been provisioned" in run(expectation(kind, pipeline=pipeline, timeout=1))["message"]
 
 
+def test_the_sink_may_be_awaited_before_there_is_a_slot(databases: Databases, slot: str, pipeline: str) -> None:
+    with psycopg.connect(databases.source, autocommit=True) as connection:
+        connection.execute("SELECT pg_drop_replication_slot(%s)", [slot])
+    for kind in ("lag", "finished"):
+        event = run(expectation(kind, pipeline=pipeline, timeout=1))
+        assert event["timed_out"], event
+        assert "not been provisioned" in event["message"]
+
+
 SENSORS: list[CdcSensor] = [
     SlotProgressSensor(task_id="t", conn_id="{{ c }}", slot="s", moved_since="{{ x }}"),
     SlotRetainedWalSensor(task_id="t", pipeline="p", timeout=100),

@@ -158,7 +158,7 @@ class ExpectationTrigger(BaseTrigger):
                     start=self._first or 0,
                     now=time.time(),
                 )
-                if self._first is None and seen.slots is not None:
+                if self.kind == "progress" and self._first is None:
                     self._first = await asyncio.to_thread(self._start, seen.state.restart_lsn)
                     seen = replace(seen, start=self._first)
                 judgement = expectation.judge(seen)
@@ -171,7 +171,7 @@ class ExpectationTrigger(BaseTrigger):
         from airflow.sdk.execution_time.xcom import XCom
 
         ti: Any = self.task_instance
-        if ti is None or self.kind != "progress":
+        if ti is None:
             return now
         place = {"dag_id": ti.dag_id, "run_id": ti.run_id, "task_id": ti.task_id, "map_index": ti.map_index}
         stored: Any = XCom.get_one(key=_START_KEY, **place)
