@@ -19,7 +19,9 @@ from tests.conftest import Databases
 from tests.delta_spark import delta_jars
 from tests.pipelines import PipelineUnderTest
 
-pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
+
+PATIENCE = 600.0  # seconds: four sinks, of which one is filled by a Spark that has to warm up
 
 COPY, SENSE, MAINTAIN, DROP = "cdc_sinks", "sinks_sense", "sinks_maintain", "cdc_drop"
 DAGS = """
@@ -88,7 +90,7 @@ def test_every_kind_of_sink_is_filled_and_equal(
     for name in ("consistent", "close"):
         airflow.await_state(SENSE, waits, name, "deferred")
 
-    airflow.succeed(COPY, client.trigger(COPY))
+    airflow.succeed(COPY, client.trigger(COPY), PATIENCE)
     airflow.succeed(SENSE, waits)
 
     pipeline.source(
@@ -98,7 +100,7 @@ def test_every_kind_of_sink_is_filled_and_equal(
         "ALTER TABLE public.t ADD COLUMN more int",
         "INSERT INTO public.t (id, name, more) SELECT n, 'new', n FROM generate_series(2001, 2100) n",
     )
-    airflow.succeed(COPY, client.trigger(COPY))
+    airflow.succeed(COPY, client.trigger(COPY), PATIENCE)
     status = pipeline.json("status")
     assert {sink["applied_lsn"] for sink in status["sinks"]} == {status["applied_lsn"]}
     assert all(sink["consistent"] for sink in status["sinks"])
@@ -108,7 +110,7 @@ def test_every_kind_of_sink_is_filled_and_equal(
         page.get_by_text("stopped", exact=True).wait_for()
 
     maintained = client.trigger(MAINTAIN)
-    airflow.succeed(MAINTAIN, maintained)
+    airflow.succeed(MAINTAIN, maintained, PATIENCE)
     assert len(client.xcom(MAINTAIN, maintained, "maintain")["sinks"]) == 2  # of Delta and of files
     verified = client.xcom(MAINTAIN, maintained, "verify")
     assert [table["equal"] for table in verified["tables"]] == [True] * len(WAREHOUSES), verified
