@@ -95,6 +95,12 @@ test: $(INSTALLED) java postgres mariadb chromium jars ## run all tests (PROCESS
 test-fast: $(INSTALLED) postgres mariadb ## run the quick tests, which start neither Spark nor Airflow
 	$(PYTEST) -m "not spark and not airflow and not slow"
 
+# Debian has no MySQL but in its unstable distribution, from which it is unpacked and not installed.
+test-mysql: DIRECTORY ?= /var/tmp/airflow-cdc-mysql
+.PHONY: test-mysql
+test-mysql: $(INSTALLED) java ## run the tests of the MySQL sink against MySQL, fetched into DIRECTORY
+	MYSQLD=$$($(BIN)/python -m tests.mysql_server $(DIRECTORY)) $(PYTEST) $(wildcard tests/test_mysql_*.py)
+
 .PHONY: lint
 lint: $(INSTALLED) ## check style and formatting
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ import pymysql
 import pytest
 from psycopg import sql
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer
+from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from tests.class_archive import write_archive
 
@@ -33,6 +33,8 @@ SESSION_SETTINGS: Mapping[str, str] = {
 }
 
 MARIADB_SETTINGS: Mapping[str, str] = {"innodb_flush_log_at_trx_commit": "0", "innodb_buffer_pool_size": "64M"}
+MYSQL = Programs.mysql(os.environ["MYSQLD"]) if "MYSQLD" in os.environ else None
+"""The MySQL server to be tried instead of MariaDB."""
 # What docs/sinks/mysql.md lists.
 MARIADB_PRIVILEGES = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX, TRIGGER"
 SYSTEM_DATABASES = ("mysql", "sys", "information_schema", "performance_schema")
@@ -170,10 +172,10 @@ def target_server(server_directory: Path) -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def mariadb_server(server_directory: Path) -> Iterator[MariadbServer]:
-    """The session's other target: MariaDB of the system's package."""
-    if shutil.which("mariadbd", path="/usr/sbin:/usr/bin") is None:
+    """The session's other target: MariaDB of the system's package, or the MySQL that is named."""
+    if MYSQL is None and shutil.which("mariadbd", path="/usr/sbin:/usr/bin") is None:
         pytest.skip("no MariaDB server package of the system")
-    with MariadbServer.create(server_directory / "mariadb", MARIADB_SETTINGS) as server:
+    with MariadbServer.create(server_directory / "mariadb", MARIADB_SETTINGS, MYSQL) as server:
         with closing(server.connect()) as connection, connection.cursor() as cursor:
             cursor.execute(f"CREATE USER {PIPELINE_ROLE}@'127.0.0.1'")
             for name in ("airflow_cdc", "copy", "mirror", "changelog"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer
+from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.findings import Finding
@@ -85,7 +85,8 @@ def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: Mariad
     query(mariadb, "CREATE DATABASE shop")
     query(mariadb, "CREATE TABLE shop.t (id int)")
     query(mariadb, "INSERT INTO shop.t VALUES (1)")
-    query(mariadb, "CREATE OR REPLACE USER other@'127.0.0.1'")
+    query(mariadb, "DROP USER IF EXISTS other@'127.0.0.1'")
+    query(mariadb, "CREATE USER other@'127.0.0.1'")
     query(mariadb, "GRANT SELECT, INSERT ON shop.* TO other@'127.0.0.1'")
     query(mariadb, "SET GLOBAL local_infile = OFF")
     try:
@@ -116,7 +117,7 @@ def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: Mariad
 def test_a_server_that_is_away_is_named_without_the_password(databases: Databases, tmp_path: Path) -> None:
     from airflow_cdc_provider.demo.servers import find_free_port
 
-    dead = MariadbServer(tmp_path, find_free_port(), None, {})  # type: ignore[arg-type]
+    dead = MariadbServer(tmp_path, find_free_port(), None, {}, Programs((), ()))  # type: ignore[arg-type]
     pipeline = MysqlPipeline(tmp_path, databases, dead, ["public.t"])
     pipeline.change(sink={"dsn": f"mysql://cdc:secret@127.0.0.1:{dead.port}/"})
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)")

@@ -133,7 +133,7 @@ def test_what_stands_in_the_way_of_an_alteration_is_named(
     pipeline = pipeline_of(databases, mariadb, tmp_path)
     pipeline.target('ALTER TABLE "copy".t ADD CONSTRAINT mine CHECK (a < 1000 OR v <> w)')
     pipeline.source("ALTER TABLE public.t DROP COLUMN a", *on("t", *DATA))
-    with pytest.raises(CannotFollow, match=r"Unknown column 'a' in 'CHECK'"):
+    with pytest.raises(CannotFollow, match=r"Unknown column 'a' in 'CHECK'|Check constraint 'mine' uses column 'a'"):
         pipeline.apply()
     assert pipeline.target_rows("SELECT * FROM airflow_cdc.pending") == []
     pipeline.target('ALTER TABLE "copy".t DROP CONSTRAINT mine')

@@ -1,8 +1,9 @@
-"""A temporary MariaDB server in a directory of its own, beside those of Postgres in :mod:`.servers`.
+"""A temporary MariaDB or MySQL server in a directory of its own, beside those of Postgres in :mod:`.servers`.
 
-The binaries are those of the system's package. The package's own service, its configuration and its data are never
-touched: this server reads no configuration file, listens on a port of loopback that was free, and everything that it
-writes is in its directory. Like Postgres it does not run as root, who starts it as an unprivileged user.
+The binaries are those of the system's package of MariaDB, or a MySQL server's that is named. The package's own service,
+its configuration and its data are never touched: this server reads no configuration file, listens on a port of loopback
+that was free, and everything that it writes is in its directory. Like Postgres it does not run as root, who starts it
+as an unprivileged user.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,26 +48,56 @@ def _program(name: str) -> str:
     return found
 
 
+@dataclass(frozen=True)
+class Programs:
+    """Commands that make a data directory and that serve it, without a configuration file."""
+
+    install: Sequence[str]
+    serve: Sequence[str]
+
+    @classmethod
+    def mariadb(cls) -> Programs:
+        """Those of the system.
+
+        :raises ServerError: when there are none.
+        """
+        options = ("--no-defaults", "--skip-name-resolve")
+        install = (*options, "--auth-root-authentication-method=normal", "--skip-test-db")
+        return cls((_program("mariadb-install-db"), *install), (_program("mariadbd"), *options))
+
+    @classmethod
+    def mysql(cls, mysqld: str) -> Programs:
+        """Those of MySQL, which are one.
+
+        :param mysqld: its path.
+        """
+        options = ("--mysqlx=OFF", "--skip-log-bin", "--secure-file-priv=NULL", "--local-infile=ON")
+        return cls((mysqld, "--no-defaults", "--initialize-insecure"), (mysqld, "--no-defaults", *options))
+
+
 @dataclass(eq=False)
 class MariadbServer:
-    """One MariaDB server with its directory; made by :meth:`create`."""
+    """One MariaDB or MySQL server with its directory; made by :meth:`create`."""
 
     directory: Path
     port: int
     account: Account
     settings: Mapping[str, str]
+    programs: Programs
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _guard: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @classmethod
-    def create(cls, directory: Path, settings: Mapping[str, str] | None = None) -> MariadbServer:
+    def create(
+        cls, directory: Path, settings: Mapping[str, str] | None = None, programs: Programs | None = None
+    ) -> MariadbServer:
         """Initialise a server in ``directory``, which is new or empty; it is not started yet.
 
         :param settings: system variables by name, as they are at each start.
+        :param programs: what to run, the system's MariaDB unless given.
         :raises ServerError: when the binaries are missing, or do not run here.
         """
-        install = _program("mariadb-install-db")
-        _program("mariadbd")
+        programs = programs or Programs.mariadb()
         directory = directory.resolve()
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
@@ -78,19 +109,11 @@ class MariadbServer:
                 f"{directory} cannot be reached by the user as whom MariaDB must run, or is too long for a socket.",
                 "Choose a directory whose parents are open to all users, for instance directly below /tmp.",
             )
-        server = cls(directory, find_free_port(), account, settings or {})
-        command = [
-            install,
-            "--no-defaults",
-            f"--datadir={server.data_directory}",
-            "--auth-root-authentication-method=normal",
-            "--skip-test-db",
-            "--skip-name-resolve",
-        ]
+        server = cls(directory, find_free_port(), account, settings or {}, programs)
         server.scratch.mkdir()
         account.own(server.scratch)
         done = subprocess.run(
-            command,
+            [*programs.install, f"--datadir={server.data_directory}"],
             cwd=directory,
             env=server.environment,
             capture_output=True,
@@ -100,7 +123,8 @@ class MariadbServer:
         )
         if done.returncode != 0:
             raise ServerError(
-                f"mariadb-install-db failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}".rstrip(),
+                f"{Path(programs.install[0]).name} failed with exit code {done.returncode}:\n"
+                f"{done.stdout}{done.stderr}".rstrip(),
                 "Check that the directory is writable and the disk has space.",
             )
         return server
@@ -146,14 +170,12 @@ class MariadbServer:
         with self.log_file.open("ab") as log:
             process = subprocess.Popen(
                 [
-                    _program("mariadbd"),
-                    "--no-defaults",
+                    *self.programs.serve,
                     f"--datadir={self.data_directory}",
                     "--bind-address=127.0.0.1",
                     f"--port={self.port}",
                     f"--socket={self.directory / 's'}",
                     f"--pid-file={self.directory / 'pid'}",
-                    "--skip-name-resolve",
                     *(f"--{name}={value}" for name, value in self.settings.items()),
                 ],
                 cwd=self.directory,

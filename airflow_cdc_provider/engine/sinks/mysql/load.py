@@ -92,9 +92,11 @@ class Loader:
                 " FIELDS TERMINATED BY ',' OPTIONALLY ENCLOSED BY '\"' ESCAPED BY '' LINES TERMINATED BY '\\n'"
                 f" ({', '.join(names)}){assigned}"
             )
-        warned = self._session.rows("SHOW WARNINGS LIMIT 1")
+        # The server keeps as many messages as it is set to, which may be none; it counts them all.
+        (warned,) = self._session.one("SHOW COUNT(*) WARNINGS")
         if warned or loaded != count:
-            said = warned[0][2] if warned else f"{loaded} of {count} rows were taken"
+            messages = self._session.rows("SHOW WARNINGS LIMIT 1") if warned else []
+            said = messages[0][2] if messages else f"{loaded} of {count} rows were taken, {warned} values changed"
             raise ValueRefused(
                 f"the target table of {label} cannot hold a value: {said}",
                 "Nothing of the unit was applied. Give the target's column the type that a new table would have, or"

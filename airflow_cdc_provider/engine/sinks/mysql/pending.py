@@ -32,7 +32,7 @@ from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import CannotFollow, TargetConflict
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.mysql.definition import Mode, comment
+from airflow_cdc_provider.engine.sinks.mysql.definition import Mode, columns_of, comment
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, code_of, driver, may_pass, quoted, said
 
 # That a statement waited too long, or its session ended, is for another try to tell.
@@ -136,12 +136,14 @@ def _drop_defaults(session: Session, pipeline: str, mode: Mode, target: Target) 
     )
     names = {str(name) for (name,) in with_default}
     table = quoted(target.schema, target.name)
+    definitions = columns_of(target.table, mode, session.collation)
     for column in target.table.columns:
         if column.attnum not in known and column.missing is not None and column.name in names:
             if mode == "changelog":
                 session.run(f"UPDATE {table} SET {quoted(column.name)} = NULL WHERE _op IN ('d', 't')")
             failpoint("before-default-dropped")
-            session.run(f"ALTER TABLE {table} ALTER COLUMN {quoted(column.name)} SET DEFAULT NULL")
+            # MySQL sets no default of a text, not even NULL; a definition without one has it.
+            session.run(f"ALTER TABLE {table} MODIFY COLUMN {quoted(column.name)} {definitions[column.name]}")
 
 
 def begin_again(session: Session, pipeline: str, label: str) -> None:

@@ -46,14 +46,13 @@ CONNECT_SECONDS = 10
 
 _MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION,NO_AUTO_VALUE_ON_ZERO"
 _POSTGRES_MODE = f"{_MODE},ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
-# Without warnings nobody would hear of what LOAD DATA LOCAL changes. A session may idle while the source is read.
+# Without notes nobody would hear of all that LOAD DATA LOCAL changes. A session may idle while the source is read.
 _SETTINGS: Mapping[str, str | int] = {
     "sql_mode": f"'{_MODE}'",
     "time_zone": "'+00:00'",
     "foreign_key_checks": 1,
     "unique_checks": 1,
     "sql_notes": 1,
-    "max_error_count": 64,
     "sql_safe_updates": 0,
     "wait_timeout": 28_800,
     "net_read_timeout": 3_600,
