@@ -1,4 +1,4 @@
-"""Fetch a MySQL server, which Debian has in its unstable distribution alone: ``python -m tests.mysql_server DIRECTORY``.
+"""Fetch a MySQL server, which Debian has in its unstable distribution only: `python -m tests.mysql_server DIRECTORY`.
 
 Its packages and all that they need, the C library included, are unpacked into the directory and not installed. What is
 printed is the path of a program ``mysqld`` that runs with those libraries.
