@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pyspark
 import pytest
 
@@ -41,11 +42,14 @@ def cluster_jar() -> Path:
 class HdfsCluster:
     """A NameNode with a DataNode, on ports of their own.
 
-    :param url: of its root.
+    :param url: of its root, for REST.
+    :param hadoop: the same for Hadoop's own protocol.
     """
 
     url: str
+    hadoop: str
     directory: Path
+    process: psutil.Process
 
     @classmethod
     @contextmanager
@@ -68,10 +72,11 @@ class HdfsCluster:
             cluster = subprocess.Popen(arguments, cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
             # The configuration is written when all is up.
-            await_condition(lambda: _address(config) is not None or cluster.poll() is not None, SECONDS)
-            address = _address(config)
-            assert address is not None, log.read_text(encoding="utf-8")[-4000:]
-            yield cls(f"webhdfs://{address}", directory)
+            await_condition(lambda: bool(_properties(config)) or cluster.poll() is not None, SECONDS)
+            properties = _properties(config)
+            assert properties, log.read_text(encoding="utf-8")[-4000:]
+            url = f"webhdfs://{properties['dfs.namenode.http-address']}"
+            yield cls(url, properties["fs.defaultFS"], directory, psutil.Process(cluster.pid))
         finally:
             cluster.kill()
             cluster.wait()
@@ -81,6 +86,15 @@ class HdfsCluster:
         command = _java("org.apache.hadoop.hdfs.tools.DFSAdmin", "-conf", str(self.directory / _CONFIG), *arguments)
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let it stand still."""
+        self.process.suspend()
+        try:
+            yield
+        finally:
+            self.process.resume()
+
 
 def _java(main: str, *arguments: str) -> list[str]:
     java = Path(os.environ["JAVA_HOME"], "bin", "java") if "JAVA_HOME" in os.environ else Path("java")
@@ -88,14 +102,13 @@ def _java(main: str, *arguments: str) -> list[str]:
     return [str(java), *options, "-cp", f"{cluster_jar()}:{_SPARK_JARS}/*", main, *arguments]
 
 
-def _address(config: Path) -> str | None:
-    """The NameNode's address for REST, if the configuration has been written to its end."""
+def _properties(config: Path) -> dict[str, str]:
+    """What stands in a file of Hadoop's, if it has been written to its end."""
     try:
         found = ET.parse(config).findall("property")
     except (FileNotFoundError, ET.ParseError):
-        return None
-    values = {each.findtext("name"): each.findtext("value") for each in found}
-    return values.get("dfs.namenode.http-address")
+        return {}
+    return {each.findtext("name", ""): each.findtext("value", "") for each in found}
 
 
 if __name__ == "__main__":

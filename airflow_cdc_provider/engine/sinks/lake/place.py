@@ -1,4 +1,4 @@
-"""A folder of files, local or in an object store, and the few operations that commits are made of.
+"""A folder of files, local, in an object store or in HDFS, and the few operations that commits are made of.
 
 The one that matters is :meth:`Place.create`: it makes a file with its whole content if there is none of that name, and
 otherwise nothing, whoever else tries at the same moment. File systems in which that cannot be had are refused.
@@ -85,7 +85,7 @@ class Place:
         """
         solution = (
             "Use a local or mounted path with hard links, or s3://, gs:// or abfs://, whose stores create an object"
-            " only if it is absent; for HDFS its REST interface, webhdfs://namenode:9870/path."
+            " only if it is absent; a sink of type files also takes HDFS, by webhdfs://namenode:9870/path."
         )
         protocol = self.url.partition("://")[0] if "://" in self.url else "file"
         if protocol not in CREATING:
