@@ -203,7 +203,7 @@ class HdfsPipeline(FilesPipeline):
 
     def __init__(self, directory: Path, databases: Databases, place: Place) -> None:
         super().__init__(directory, databases, ["public.t"], path=place.url)
-        self.database.register_filesystem(place._fs)
+        self.database.register_filesystem(fsspec.core.url_to_fs(place.url)[0])
 
 
 @pytest.fixture

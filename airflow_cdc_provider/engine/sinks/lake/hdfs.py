@@ -19,6 +19,8 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.lake.place import beside
 
 _SECONDS = 60.0
+"""How long an answer is waited for; by itself, requests would for ever."""
+
 _KINDS = {
     "FileNotFoundException": FileNotFoundError,
     "AccessControlException": PermissionError,
