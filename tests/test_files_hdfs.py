@@ -220,11 +220,11 @@ def test_runs_that_die_around_an_entry_leave_nothing_out_and_nothing_twice(pipel
     with writing(pipeline.databases.source):
         for place in ("before-link:1", "after-entry:1", "before-link:9", "after-link:9"):
             kill(pipeline, place)
-        finish(pipeline)
+    finish(pipeline)
+    with writing(pipeline.databases.source):
         for place in ("in-batch-commit:1", "in-manifest:3"):
             kill(pipeline, place)
-        finish(pipeline)
-    pipeline.apply()
+    finish(pipeline)
     assert_files_exactly_once(pipeline, 10)
     pipeline.assert_verified()
 
