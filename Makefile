@@ -87,8 +87,14 @@ jars: $(INSTALLED) java
 	@echo "Fetching the jars of Delta Lake, unless they are there."; $(BIN)/python -m tests.delta_spark || \
 		echo "Tests of the Delta sink are skipped: its jars cannot be fetched from Maven Central." >&2
 
+# Hadoop's small cluster for tests, which is an HDFS for those of the files sink.
+.PHONY: hdfs
+hdfs: $(INSTALLED) java
+	@echo "Fetching the jar of Hadoop's small cluster, unless it is there."; $(BIN)/python -m tests.hdfs || \
+		echo "Tests of files in HDFS are skipped: the jar cannot be fetched from Maven Central." >&2
+
 .PHONY: test
-test: $(INSTALLED) java postgres mariadb chromium jars ## run all tests (PROCESSES=n at a time, 2 by default)
+test: $(INSTALLED) java postgres mariadb chromium jars hdfs ## run all tests (PROCESSES=n at a time, 2 by default)
 	$(PYTEST)
 
 .PHONY: test-fast

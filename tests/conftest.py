@@ -23,6 +23,7 @@ from psycopg import sql
 from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from tests.class_archive import write_archive
+from tests.hdfs import HdfsCluster
 
 # The tests crash processes, never the machine, so what the page cache holds is safe.
 SESSION_SETTINGS: Mapping[str, str] = {
@@ -181,6 +182,13 @@ def mariadb_server(server_directory: Path) -> Iterator[MariadbServer]:
             for name in ("airflow_cdc", "copy", "mirror", "changelog"):
                 cursor.execute(f"GRANT {MARIADB_PRIVILEGES} ON `{name}`.* TO {PIPELINE_ROLE}@'127.0.0.1'")
         yield server
+
+
+@pytest.fixture(scope="session")
+def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
+    """The session's HDFS."""
+    with HdfsCluster.started(tmp_path_factory.mktemp("hdfs")) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
+import pytest
 
 from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.chunks import Chunk
@@ -91,13 +91,18 @@ def data_files(sink: FilesSink) -> list[str]:
     return [name for name in sink.root.files() if not name.startswith("_")]
 
 
-STORES = ("parquet", "json", "memory")
+STORES = ("parquet", "json", "memory", pytest.param("hdfs", marks=pytest.mark.slow))
 
 
 @contextmanager
-def provisioned(store: str, directory: Path) -> Iterator[FilesSink]:
-    """A sink with the table, in files of one format or the other, or in memory."""
-    root = Place(f"memory://{uuid.uuid4().hex}" if store == "memory" else str(directory / "lake"))
+def provisioned(store: str, request: pytest.FixtureRequest) -> Iterator[FilesSink]:
+    """A sink with the table, in files of one format or the other, in memory or in HDFS."""
+    if store == "memory":
+        root = Place(f"memory://{uuid.uuid4().hex}")
+    elif store == "hdfs":
+        root = Place(request.getfixturevalue("hdfs").url) / uuid.uuid4().hex
+    else:
+        root = Place(str(request.getfixturevalue("tmp_path") / "lake"))
     format_: Format = "json" if store == "json" else "parquet"
     found = FilesSink(root, "shop", "changelog", format_)
     found.prepare([TARGET], CHUNKS, SOURCE, 50)

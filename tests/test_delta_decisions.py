@@ -261,6 +261,12 @@ def test_a_path_that_readers_take_for_a_pattern_is_refused(path: str) -> None:
     assert "patterns" in refused.value.solution
 
 
+def test_a_url_that_spark_cannot_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sink\.path") as refused:
+        DeltaSettings.parse(Section("sink", {"path": "webhdfs://namenode:9870/lake"}, {}, True))
+    assert "Spark" in refused.value.solution
+
+
 NAMES = (
     *("..", ".", "a/b", "a", "b", "/", "_airflow_cdc", "%5Fairflow_cdc", ".hidden", "a.", "a%2Fb", "%", "a:b", "::int"),
     *("#", "?", "*", "[a]", "{a,b}", "a=b", "back\\slash", "new\nline", "\x7f", "Ord ers", "Größe", "a~b"),

@@ -54,8 +54,8 @@ processes.set_forkserver_preload(["tests.test_files_compaction"])
 
 
 @pytest.fixture(params=STORES)
-def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FilesSink]:
-    with provisioned(request.param, tmp_path) as found:
+def sink(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
+    with provisioned(request.param, request) as found:
         yield found
 
 
@@ -185,9 +185,9 @@ def test_wherever_it_breaks_off_the_rows_stay(
     assert events(sink) == before
 
 
-def test_files_of_two_formats_stay_by_themselves_and_the_second_is_refused(tmp_path: Path) -> None:
+def test_files_of_two_formats_stay_by_themselves_and_the_second_is_refused(request: pytest.FixtureRequest) -> None:
     """A process whose pipeline file has been edited, beside others that have read it before."""
-    with provisioned("json", tmp_path) as made:
+    with provisioned("json", request) as made:
         epoch = made.take_epoch("me")
         fill(made, epoch, 3)
         edited = replace(made, format="parquet")

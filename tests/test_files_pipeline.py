@@ -12,6 +12,7 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError
 from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.sinks.lake.place import Place
 from tests.audited import AUDITED, assert_all_changes, writing
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -24,16 +25,17 @@ class FilesPipeline(PipelineUnderTest):
         self.root = directory / "lake"
         super().__init__(directory, databases, tables, snapshot={"chunk_rows": 800})
         self.document["sink"] = {"type": "files", "path": str(self.root), **sink}
+        self.database = duckdb.connect()
         self.change(stream={"max_batch_bytes": "256KiB"})
 
     def read(self, query: str, table: str = "public/t") -> list[tuple[Any, ...]]:
         """Query the files that a table's list names, as ``t``."""
-        paths = (self.root / "_manifest" / f"{table}.txt").read_text().splitlines()
+        paths = (Place(self.document["sink"]["path"]).read(f"_manifest/{table}.txt") or b"").decode().splitlines()
         if self.pipeline.sink.format == "json":  # type: ignore[attr-defined]
             relation = f"read_json({paths}, format = 'newline_delimited', union_by_name = true)"
         else:
             relation = f"read_parquet({paths}, union_by_name = true)"
-        return duckdb.sql(f"WITH t AS (FROM {relation}) {query}").fetchall()
+        return self.database.sql(f"WITH t AS (FROM {relation}) {query}").fetchall()
 
 
 def assert_files_exactly_once(pipeline: FilesPipeline, least: int = 100) -> None:

@@ -62,14 +62,14 @@ from tests.files_sink import (
 
 
 @pytest.fixture(params=STORES)
-def sink(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FilesSink]:
-    with provisioned(request.param, tmp_path) as found:
+def sink(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
+    with provisioned(request.param, request) as found:
         yield found
 
 
 @pytest.fixture
-def parquet(tmp_path: Path) -> Iterator[FilesSink]:
-    with provisioned("parquet", tmp_path) as found:
+def parquet(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
+    with provisioned("parquet", request) as found:
         yield found
 
 

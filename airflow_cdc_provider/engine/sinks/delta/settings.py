@@ -50,7 +50,7 @@ class DeltaSettings:
     def parse(cls, section: Section) -> Self:
         """See :meth:`.SinkSettings.parse`."""
         return cls(
-            path=section.take("path", as_path),
+            path=section.take("path", _as_path),
             catalog=section.take("catalog", as_text, "") or None,
             partition_by=section.take("partition_by", _as_columns, ()),
             deletion_vectors=section.take("deletion_vectors", _as_bool, True),
@@ -127,6 +127,13 @@ class DeltaSettings:
         if self.catalog is not None:
             return self.catalog, f"{schema}.{name}"
         return self.path, folder(schema, name)
+
+
+def _as_path(value: object) -> str:
+    path = as_path(value)
+    if path.startswith("webhdfs://"):
+        raise ValueError("a path that Spark reads: it lacks a class that webhdfs:// needs")
+    return path
 
 
 def _as_properties(value: object) -> tuple[tuple[str, str], ...]:

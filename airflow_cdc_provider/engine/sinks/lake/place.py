@@ -1,4 +1,4 @@
-"""A folder of files, local or in an object store, and the few operations that commits are made of.
+"""A folder of files, local, in an object store or in HDFS, and the few operations that commits are made of.
 
 The one that matters is :meth:`Place.create`: it makes a file with its whole content if there is none of that name, and
 otherwise nothing, whoever else tries at the same moment. File systems in which that cannot be had are refused.
@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.errors import CdcError, ConfigError, Connection
 from airflow_cdc_provider.engine.failpoint import failpoint
 
 LOCAL = frozenset({"file", "local"})
-CREATING = LOCAL | {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
+CREATING = LOCAL | {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "webhdfs"}
 """Protocols of the file systems that create a file only if it is absent, as one step."""
 
 _TEMPORARY = ".tmp-"
@@ -56,11 +56,21 @@ class Place:
 
     @property
     def _fs(self) -> Any:
-        return fsspec.core.url_to_fs(self.url)[0]
+        return self._located[0]
+
+    @property
+    def _located(self) -> tuple[Any, str]:
+        """The file system, and the path that it has for the folder."""
+        if self.url.startswith("webhdfs://"):
+            from airflow_cdc_provider.engine.sinks.lake.hdfs import Hdfs
+
+            return Hdfs(**Hdfs._get_kwargs_from_urls(self.url)), Hdfs._strip_protocol(self.url)
+        system, path = fsspec.core.url_to_fs(self.url)
+        return system, str(path)
 
     def path(self, name: str = "") -> str:
         """The path of a file, as its file system has it, without a protocol."""
-        root = str(fsspec.core.url_to_fs(self.url)[1]).rstrip("/")
+        root = self._located[1].rstrip("/")
         return f"{root}/{name}" if name else root
 
     def location(self, name: str) -> str:
@@ -75,7 +85,7 @@ class Place:
         """
         solution = (
             "Use a local or mounted path with hard links, or s3://, gs:// or abfs://, whose stores create an object"
-            " only if it is absent."
+            " only if it is absent; a sink of type files also takes HDFS, by webhdfs://namenode:9870/path."
         )
         protocol = self.url.partition("://")[0] if "://" in self.url else "file"
         if protocol not in CREATING:
@@ -84,6 +94,7 @@ class Place:
         try:
             if not self.create(probe, b"1") or self.create(probe, b"2") or self.read(probe) != b"1":
                 raise ConfigError(f"{self.url}: a file was created twice", solution)
+            self.replace(probe, b"3")
         finally:
             self.remove(probe)
 
@@ -171,14 +182,16 @@ class Place:
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the files and folders in a folder, sorted, those not included that are being made."""
+        return sorted(name for name in self._listed(folder) if not name.startswith(_TEMPORARY))
+
+    def _listed(self, folder: str) -> set[str]:
         with self._told("listed", folder):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self.path(folder), detail=False)
             except FileNotFoundError:
-                return []
-        names = {str(path).rstrip("/").rsplit("/", 1)[-1] for path in found}
-        return sorted(name for name in names if not name.startswith(_TEMPORARY))
+                return set()
+        return {str(path).rstrip("/").rsplit("/", 1)[-1] for path in found}
 
     def files(self, folder: str = "") -> list[str]:
         """Names of all files below a folder, relative to the place, sorted."""
@@ -213,12 +226,12 @@ class Place:
                 self._fs.rm(self.path(name), recursive=True)
 
     def remove_unfinished(self) -> None:
-        """Remove what writers that have died have left of files that they were making."""
-        if self.local and (folder := Path(self.path())).is_dir():
-            for path in folder.glob(f"{_TEMPORARY}*"):
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS:
-                        path.unlink()
+        """Remove what writers that have died have left of files that they were making in the folder."""
+        for name in self._listed(""):
+            if name.startswith(_TEMPORARY):
+                made = self.modified(name)
+                if made is not None and time.time() - made > _UNFINISHED_SECONDS:
+                    self.remove(name)
 
     @contextmanager
     def _told(self, what: str, name: str) -> Iterator[None]:
@@ -244,6 +257,12 @@ class Place:
             ) from e
 
 
+def beside(path: str) -> str:
+    """Where to write what is to become a file, so that neither readers nor :meth:`Place.names` take it for one."""
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}{_TEMPORARY}{name}-{uuid.uuid4().hex}"
+
+
 def _abandon(file: Any) -> None:
     """Close a file that is not to be kept, without completing it where that can be helped."""
     with contextlib.suppress(Exception):
@@ -256,7 +275,7 @@ def _abandon(file: Any) -> None:
 def _temporary(path: Path, data: bytes) -> Path:
     """Write what is to become a file beside it, durably."""
     _make_directory(path.parent)
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}-{uuid.uuid4().hex}")
+    temporary = Path(beside(str(path)))
     with temporary.open("xb") as file:
         file.write(data)
         file.flush()
