@@ -122,7 +122,7 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 .PHONY: demo
-demo: $(INSTALLED) java $(if $(filter mysql,$(SINK)),mariadb) $(if $(filter delta,$(SINK)),jars) ## show it at work, all temporary (SINK=postgres, mysql, delta or files)
+demo: $(INSTALLED) java $(if $(filter mysql,$(SINK)),mariadb) ## show it at work, all temporary (SINK=postgres, mysql, delta or files)
 	$(BIN)/python -m airflow_cdc_provider.demo $(if $(SINK),--sink $(SINK))
 
 .PHONY: up

@@ -91,6 +91,19 @@ def test_a_list_of_sparks_joins_that_of_a_sink_unless_it_is_empty(own: dict[str,
     assert pipeline.spark_conf["spark.jars.packages"] == packages
 
 
+def test_what_two_sinks_need_of_spark_is_named_once() -> None:
+    sinks = [{"type": "delta", "path": path} for path in ("/lake", "/other")]
+    pipeline = Pipeline.parse(document(sink=sinks))
+    assert pipeline.spark_conf["spark.jars.packages"] == PACKAGE
+
+
+@pytest.mark.parametrize("key", ["sink", "source", "stream", "spark"])
+def test_a_variable_that_is_unknown_is_no_mapping(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        Pipeline.parse(document(**{key: "${UNKNOWN}"}), {}, resolve=False)
+    Pipeline.parse(document(spark={"conf": "${UNKNOWN}"}, state="${UNKNOWN}/shop"), {}, resolve=False)
+
+
 def test_a_connection_may_be_json() -> None:
     connection = {"conn_type": "postgres", "login": "me@x", "password": "p/w", "host": "h", "port": 5, "schema": "d"}
     assert connection_uri(json.dumps(connection)) == "postgresql://me%40x:p%2Fw@h:5/d"

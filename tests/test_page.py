@@ -137,6 +137,12 @@ def test_the_state_of_a_pipeline_in_a_word(report: Report, expected: str) -> Non
     assert condition(report) == expected
 
 
+def test_a_state_of_which_the_page_cannot_know_the_place_is_told(tmp_path: Path) -> None:
+    file = read_pipeline(write_file(tmp_path, "shop", state="${STATE_OF_WORKERS}/shop"))
+    assert file.error is not None
+    assert "STATE_OF_WORKERS" in file.error.message
+
+
 def test_a_pipeline_as_a_line(tmp_path: Path) -> None:
     file = read_pipeline(write_file(tmp_path, "shop", stream={"max_retained_wal": "600 B"}))
     report = Report((beat(applied_lsn="0/200", lag_bytes=0x100, lag_seconds=1.5, slot=SLOT, waiting="for a lock"),))

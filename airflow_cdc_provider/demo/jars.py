@@ -8,6 +8,7 @@ that knows of a jar without having it makes Spark's resolver fail.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -40,21 +41,27 @@ def fetch(package: str) -> list[Path]:
     :returns: the jars.
     :raises JarsMissing: when there is no way to a Maven repository.
     """
-    done = HOME / f"{package.replace(':', '_')}.fetched"
-    if not done.exists():
-        HOME.mkdir(parents=True, exist_ok=True)
-        fetching = subprocess.run(
-            [sys.executable, "-c", _FETCH, package],
-            env=os.environ | {"SPARK_SUBMIT_OPTS": JAVA_OPTIONS},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_PATIENCE,
-        )
-        if fetching.returncode:
-            raise JarsMissing(
-                f"{package} cannot be fetched: {' '.join(fetching.stdout.split())[-400:]}",
-                "See that Maven Central can be reached, by way of the proxy of this machine if it has one.",
-            )
-        done.touch()
+    _, artifact, version = package.split(":")
+    HOME.mkdir(parents=True, exist_ok=True)
+    with (HOME / "fetching").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(HOME.glob(f".ivy*/jars/*{artifact}-{version}.jar")):
+            _resolve(package)
     return sorted(HOME.glob(".ivy*/jars/*.jar"))
+
+
+def _resolve(package: str) -> None:
+    command = [sys.executable, "-c", _FETCH, package]
+    environment = os.environ | {"SPARK_SUBMIT_OPTS": JAVA_OPTIONS}
+    try:
+        fetching = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_PATIENCE
+        )
+        said = " ".join(fetching.stdout.split())[-400:] if fetching.returncode else ""
+    except subprocess.TimeoutExpired:
+        said = f"no end within {_PATIENCE:.0f} seconds"
+    if said:
+        raise JarsMissing(
+            f"{package} cannot be fetched: {said}",
+            "See that Maven Central can be reached, by way of the proxy of this machine if it has one.",
+        )

@@ -148,8 +148,9 @@ class Pipeline:
         """
         found: dict[str, str] = {}
         for conf in (*(sink.spark_conf for sink in self.sinks), self.spark.conf):
-            lists = {name: ",".join((found[name], conf[name])) for name in _LISTS if found.get(name) and conf.get(name)}
-            found |= {**conf, **lists}
+            both = [name for name in _LISTS if found.get(name) and conf.get(name)]
+            entries = {name: f"{found[name]},{conf[name]}".split(",") for name in both}
+            found |= {**conf, **{name: ",".join(dict.fromkeys(each)) for name, each in entries.items()}}
         return found
 
     @classmethod
@@ -176,7 +177,7 @@ class Pipeline:
     def parse(cls, document: object, environment: Mapping[str, str] = os.environ, *, resolve: bool = True) -> Pipeline:
         """Check a parsed pipeline document; see :meth:`load`, and without ``resolve`` :meth:`outline`."""
         root = Section("", document, environment, resolve)
-        name = root.take("pipeline", _name)
+        name = root.take_literally("pipeline", _name)
         source, sinks = root.section("source"), root.sections("sink")
         pipeline = cls(
             name=name,
@@ -213,6 +214,8 @@ class Pipeline:
         for sink in sinks:
             sink.finish()
         root.finish()
+        if not resolve:
+            return pipeline
         conf = {"spark.master": pipeline.spark.master, **pipeline.spark_conf}
         bound = (sink.with_spark(conf) if isinstance(sink, SparkBound) else sink for sink in pipeline.sinks)
         return replace(pipeline, sinks=tuple(bound))

@@ -17,7 +17,9 @@ from airflow_cdc_provider.engine.errors import ConfigError
 
 T = TypeVar("T")
 
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+"""An environment variable in a value."""
+
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minutes?|h|hours?)$")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"^(\d+)\s*(B|KiB|MiB|GiB)?$")
@@ -39,7 +41,7 @@ class Section:
             where = f"{path}: " if path else "the pipeline file "
             raise ConfigError(f"{where}must be a mapping, not {self._shown(value)}", "Write it as `key: value` lines.")
         self._values: dict[Any, object] = dict(value)
-        self._known: list[str] = []
+        self._known: set[str] = set()
         self._environment = environment
 
     def _shown(self, value: object) -> str:
@@ -55,27 +57,29 @@ class Section:
         :param secret: no message may show the value.
         :raises ConfigError: naming the key's path, the value and what would be right.
         """
-        self._known.append(key)
-        if key not in self._values:
-            if default is not None:
-                return default
-            raise ConfigError(
-                f"{self._full(key)} is missing from the pipeline file", f"Add the key `{self._full(key)}`."
-            )
+        self._known.add(key)
+        if key not in self._values and default is not None:
+            return default
+        self._require(key)
+        value = self._values[key]
+        if not self._resolve and isinstance(value, str) and self._unset(value):
+            return cast(T, self._values.pop(key))
+        return self.take_literally(key, check, secret=secret)
+
+    def take_literally(self, key: str, check: Callable[[object], T], *, secret: bool = False) -> T:
+        """The checked value of a key, which has to be known, wherever the file is read."""
+        self._known.add(key)
+        self._require(key)
         value = self._values.pop(key)
-        if isinstance(value, str):
-            if not self._resolve and self._full(key) != "pipeline" and self._unset(value):
-                return cast(T, value)
-            value = self._expand(key, value)
         try:
-            return check(value)
+            return check(self._expand(key, value) if isinstance(value, str) else value)
         except ValueError as e:
             shown = "the value" if secret else repr(value)
             raise ConfigError(f"{self._full(key)}: {shown} is not valid", f"Give {e}.") from None
 
     def section(self, key: str) -> Section:
         """The mapping at a key."""
-        return self.take(key, lambda value: self.inner(key, value))
+        return self.take_literally(key, lambda value: self.inner(key, value))
 
     def sections(self, key: str) -> tuple[Section, ...]:
         """The mapping at a key, or each mapping of a list."""
@@ -87,7 +91,7 @@ class Section:
                 return tuple(self.inner(f"{key}[{n}]", each) for n, each in enumerate(value))
             return (self.inner(key, value),)
 
-        return self.take(key, check)
+        return self.take_literally(key, check)
 
     def inner(self, name: str, value: object) -> Section:
         """A value of this section as a section of its own."""
@@ -98,7 +102,7 @@ class Section:
 
         :param checks: of the keys, which have the fields' names.
         """
-        self._known.append(key)
+        self._known.add(key)
         if key not in self._values:
             return kind()
         section = self.inner(key, self._values.pop(key))
@@ -121,14 +125,14 @@ class Section:
                 f"Keep one of {self._full('dsn')} and {self._full('conn_id')}.",
             )
         if not self._resolve:
-            self._known += ["conn_id", "dsn"]
+            self._known |= {"conn_id", "dsn"}
             if not (self._values.pop("conn_id", None) or self._values.pop("dsn", None)):
                 raise ConfigError(f"{self._full('dsn')} is missing from the pipeline file", "Add it, or a conn_id.")
             return ""
         if "conn_id" not in self._values:
-            self._known.append("conn_id")
+            self._known.add("conn_id")
             return self.take("dsn", check, secret=True)  # it may hold a password
-        self._known.append("dsn")
+        self._known.add("dsn")
         conn_id = self.take("conn_id", as_text)
         variable = f"AIRFLOW_CONN_{conn_id.upper()}"
         connection = self._environment.get(variable)
@@ -144,8 +148,14 @@ class Section:
                 f"{self._full('conn_id')}: connection {conn_id!r} is not a {kind} connection", f"Give {e}."
             ) from None
 
+    def _require(self, key: str) -> None:
+        if key not in self._values:
+            raise ConfigError(
+                f"{self._full(key)} is missing from the pipeline file", f"Add the key `{self._full(key)}`."
+            )
+
     def _unset(self, text: str) -> bool:
-        return any(name not in self._environment for name in _VARIABLE.findall(text))
+        return any(name not in self._environment for name in VARIABLE.findall(text))
 
     def _expand(self, key: str, text: str) -> str:
         def replace(match: re.Match[str]) -> str:
@@ -156,7 +166,7 @@ class Section:
                 )
             return self._environment[match[1]]
 
-        return _VARIABLE.sub(replace, text)
+        return VARIABLE.sub(replace, text)
 
     def finish(self) -> None:
         """Refuse what has not been taken.

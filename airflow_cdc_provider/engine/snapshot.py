@@ -67,7 +67,8 @@ class SnapshotProgress:
     :param finished: those that are copied, by table and index.
     :param rows: rows written.
     :param seconds: since the job began.
-    :param running: the chunks that are being copied, as many as ``snapshot.parallelism`` at most.
+    :param running: the chunks that are being read, as many as ``snapshot.parallelism`` at most, and those that wait
+        for their commit.
     """
 
     chunks: int
@@ -190,8 +191,9 @@ def copy_chunks(
                 if time.monotonic() - looked >= pipeline.stream.heartbeat:
                     looked = time.monotonic()
                     run.look_at_slot()
-                running = frozenset(submitted[future][1].place for future in waiting if future.running())
-                report(progress(running))
+                reading = {submitted[future][1].place for future in waiting if future.running()}
+                uncommitted = [*written.values(), *(chunks_of for _, chunks_of in committing.values())]
+                report(progress(frozenset(reading.union(task.place for each in uncommitted for task, _ in each))))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # after an error, chunks that have not begun stay so
     for (branch, _), target in changed.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.section import VARIABLE
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -71,6 +72,11 @@ def read_pipeline(path: Path) -> PipelineFile:
 def _read(path: Path, changed: int, size: int) -> PipelineFile:
     try:
         pipeline = Pipeline.outline(path)  # where the page is served, connections may be unknown
+        if unknown := VARIABLE.search(pipeline.state):
+            raise ConfigError(
+                f"state names the environment variable {unknown[1]}, which is not set",
+                f"Set {unknown[1]} where Airflow's page is served, too: it shows what the state says.",
+            )
     except CdcError as e:
         return PipelineFile(path, path.stem, error=e)
     return PipelineFile(path, pipeline.name, pipeline)
