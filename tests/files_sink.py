@@ -95,11 +95,17 @@ STORES = ("parquet", "json", "memory")
 
 
 @contextmanager
-def provisioned(store: str, directory: Path) -> Iterator[FilesSink]:
-    """A sink with the table, in files of one format or the other, or in memory."""
+def unused(store: str, directory: Path) -> Iterator[FilesSink]:
+    """A sink without a pipeline, in files of one format or the other, or in memory."""
     root = Place(f"memory://{uuid.uuid4().hex}" if store == "memory" else str(directory / "lake"))
     format_: Format = "json" if store == "json" else "parquet"
-    found = FilesSink(root, "shop", "changelog", format_)
-    found.prepare([TARGET], CHUNKS, SOURCE, 50)
-    yield found
+    yield FilesSink(root, "shop", "changelog", format_)
     root.remove()
+
+
+@contextmanager
+def provisioned(store: str, directory: Path) -> Iterator[FilesSink]:
+    """Such a sink with the table."""
+    with unused(store, directory) as found:
+        found.prepare([TARGET], CHUNKS, SOURCE, 50)
+        yield found
