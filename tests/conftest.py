@@ -25,6 +25,8 @@ from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from tests.class_archive import write_archive
 from tests.hdfs import HdfsCluster
 
+pytest.register_assert_rewrite("tests.sink_contract")
+
 # The tests crash processes, never the machine, so what the page cache holds is safe.
 SESSION_SETTINGS: Mapping[str, str] = {
     "fsync": "off",

@@ -95,8 +95,8 @@ STORES = ("parquet", "json", "memory", pytest.param("hdfs", marks=pytest.mark.sl
 
 
 @contextmanager
-def provisioned(store: str, request: pytest.FixtureRequest) -> Iterator[FilesSink]:
-    """A sink with the table, in files of one format or the other, in memory or in HDFS."""
+def unused(store: str, request: pytest.FixtureRequest) -> Iterator[FilesSink]:
+    """A sink without a pipeline, in files of one format or the other, in memory or in HDFS."""
     if store == "memory":
         root = Place(f"memory://{uuid.uuid4().hex}")
     elif store == "hdfs":
@@ -104,7 +104,13 @@ def provisioned(store: str, request: pytest.FixtureRequest) -> Iterator[FilesSin
     else:
         root = Place(str(request.getfixturevalue("tmp_path") / "lake"))
     format_: Format = "json" if store == "json" else "parquet"
-    found = FilesSink(root, "shop", "changelog", format_)
-    found.prepare([TARGET], CHUNKS, SOURCE, 50)
-    yield found
+    yield FilesSink(root, "shop", "changelog", format_)
     root.remove()
+
+
+@contextmanager
+def provisioned(store: str, request: pytest.FixtureRequest) -> Iterator[FilesSink]:
+    """Such a sink with the table."""
+    with unused(store, request) as found:
+        found.prepare([TARGET], CHUNKS, SOURCE, 50)
+        yield found

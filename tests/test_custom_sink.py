@@ -13,8 +13,10 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -25,20 +27,27 @@ from airflow_cdc_provider.engine.errors import (
     Blocked,
     ConfigError,
     ConnectionFailed,
-    Fenced,
     ForeignTable,
-    GateClosed,
     StagingLost,
-    StreamFailed,
     TargetConflict,
 )
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Sink, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import Sink, Staged, Target
 from airflow_cdc_provider.engine.sinks.registry import sink_settings, sink_types
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.sinks.settings import Mode
 from tests.audited import AUDITED, writing
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest, chunk_task, query_rows
+from tests.pipelines import PipelineUnderTest, query_rows
+from tests.sink_contract import (
+    NEW,
+    TARGET,
+    WHOLE,
+    Begun,
+    MirrorContract,
+    ProtocolContract,
+    SinkUnderTest,
+    batch,
+    begin,
+)
 from tests.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow
@@ -314,135 +323,83 @@ def test_everything_is_read_again(small: SqliteUnderTest) -> None:
         small.source("ALTER TABLE public.t RENAME larger TO big")
 
 
-# -- the protocol, step by step ----------------------------------------------------------------------
+# -- the contract ------------------------------------------------------------------------------------
 
 
-def piece(*tables: Staged, high: int = 1 << 62) -> StagedPiece:
-    return StagedPiece("", "", 0, 1, b"", tables, frozenset(), high)
+class SqliteStore(SinkUnderTest):
+    """A database file that is not there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def execute(self, statement: str) -> list[dict[str, object]]:
+        with closing(sqlite3.connect(self.path)) as connection, connection:
+            cursor = connection.execute(statement)
+            names = [column[0] for column in cursor.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    def sink(self, mode: Mode, pipeline: str = "p") -> Sink:
+        assert mode == "mirror"
+        settings: Any = sink_settings("sqlite")
+        sink: Sink = settings(str(self.path)).open(pipeline)
+        return sink
+
+    def read(self, target: Target) -> Sequence[Mapping[str, Any]]:
+        return self.execute(f'SELECT * FROM "{target.schema}.{target.name}"')
+
+    def names(self) -> set[str]:
+        return {str(row["name"]) for row in self.execute("SELECT name FROM sqlite_master")}
+
+    def staged(self) -> int:
+        return sum(name.startswith("airflow_cdc_stage") for name in self.names())
+
+    def damage(self, staged: Staged) -> None:
+        self.execute(f'DELETE FROM "{staged.relation}"')
+
+    def occupy(self, target: Target) -> None:
+        self.execute(f'CREATE TABLE "{target.schema}.{target.name}" (id TEXT)')
+        self.execute(f"INSERT INTO \"{target.schema}.{target.name}\" VALUES ('1')")
+
+    def remove(self, target: Target) -> None:
+        self.execute(f'DROP TABLE IF EXISTS "{target.schema}.{target.name}"')
 
 
-def test_what_is_committed_once_is_not_committed_again(small: SqliteUnderTest) -> None:
-    record, sink = small.record, small.sink
-    end = record.applied + 8
-    assert sink.commit(record.epoch, record.applied, end, [piece(Staged("public.t", None, 0, False, ()))])
-    truncate = piece(Staged("public.t", None, 0, True, ()))
-    assert not sink.commit(record.epoch, record.applied, end, [truncate])
-    assert len(small.texts("public.t", "id")) == 20
-    with pytest.raises(GateClosed, match="does not begin at the applied LSN"):
-        sink.commit(record.epoch, end + 8, end + 16, [truncate])
-    small.copy(0)
-    assert len(small.texts("public.t", "id")) == 20
+@pytest.fixture
+def store(example: None, tmp_path: Path) -> SqliteStore:
+    return SqliteStore(tmp_path / "contract.db")
 
 
-def test_a_chunk_is_committed_once_from_its_server_and_before_any_unit(small: SqliteUnderTest) -> None:
-    commands.start_over(small.pipeline)
-    record, sink = small.record, small.sink
-    task = chunk_task(small.pipeline, small.chunk(0).chunk)
+class TestProtocol(ProtocolContract):
+    """See :class:`ProtocolContract`."""
 
-    def write(origin: Origin, applied: int) -> object:
+
+class TestMirror(MirrorContract):
+    """See :class:`MirrorContract`."""
+
+
+class TestOfItsOwn:
+    """What no other sink promises."""
+
+    @pytest.fixture
+    def begun(self, store: SqliteStore) -> Begun:
+        return begin(store, "mirror")
+
+    def test_a_chunk_is_refused_that_a_unit_has_passed(self, begun: Begun) -> None:
+        """Nothing is locked while it is read."""
+
         def batches() -> Iterator[pa.RecordBatch]:
-            yield pa.RecordBatch.from_pydict({"id": ["1"], "body": ["one"], "big": [None]})
-            if applied:
-                sink.commit(record.epoch, record.applied, applied, [])
+            yield batch(NEW)
+            begun.unit(100, 200, begun.put("1", "a", "1.00"))
 
-        def finish() -> Watermark:
-            return Watermark(Snapshot(5, 5), 8)
+        with pytest.raises(StagingLost, match="the stream has gone on to"):
+            begun.copy(WHOLE, batches=batches())
+        assert begun.rows() == [("1", "a", "1.00")]
+        assert begun.record.unfinished == (WHOLE,)
 
-        return sink.write_chunk(record.epoch, task.target, task.chunk, origin, batches(), finish)
-
-    origin = task.read.origin
-    with pytest.raises(StreamFailed, match="but the pipeline has gone on to"):
-        write(dataclasses.replace(origin, timeline=77), 0)
-    with pytest.raises(StagingLost, match="the stream has gone on to"):
-        write(origin, record.applied + 8)
-    assert len(small.texts("public.t", "id")) == 20
-    assert write(origin, 0) == 1
-    assert write(origin, 0) is None
-    assert small.texts("public.t", "id, body, big") == [("1", "one", None)]
-    assert small.chunk(0).watermark == Watermark(Snapshot(5, 5), 8)
-
-
-def test_another_epoch_is_fenced_at_every_step(small: SqliteUnderTest) -> None:
-    sink, record = small.sink, small.record
-    (target, _) = record.targets
-    epoch = sink.take_epoch("another") - 1
-    steps = [
-        lambda: sink.commit(epoch, record.applied, record.applied + 8, []),
-        lambda: sink.note_source(epoch, {}),
-        lambda: sink.redefine(epoch, target, target),
-        lambda: sink.forget(epoch, ["public.t"]),
-        lambda: sink.add(epoch, [], []),
-        lambda: sink.restart(epoch, [], {}, 0),
-        lambda: sink.deposit(epoch, "name", b"data"),
-        lambda: sink.fetch(epoch, "name", 4),
-        lambda: sink.fenced(epoch).__enter__(),
-    ]
-    for step in steps:
-        with pytest.raises(Fenced):
-            step()
-    sink.sweep(epoch)
-    sink.discard(epoch)
-
-
-def test_staged_rows_are_counted_before_they_are_applied(small: SqliteUnderTest) -> None:
-    record = small.record
-    lost = piece(Staged("public.t", f"airflow_cdc_stage {small.name} lost", 3, True, ("erased", "c0", "c1", "c2")))
-    with pytest.raises(StagingLost, match=r"3 rows were staged for public.t, 0 are there"):
-        small.sink.commit(record.epoch, record.applied, record.applied + 8, [lost])
-    with pytest.raises(StagingLost, match="read again after the unit had been staged"):
-        small.sink.commit(record.epoch, record.applied, record.applied + 8, [piece(high=0)])
-    assert len(small.texts("public.t", "id")) == 20
-
-
-def test_values_that_nobody_has_are_asked_for_before_anything_is_applied(small: SqliteUnderTest) -> None:
-    small.source(
-        "ALTER TABLE public.t ALTER COLUMN big SET STORAGE EXTERNAL",
-        "UPDATE public.t SET big = repeat('big', 5000) WHERE id IN (1, 2)",
-    )
-    small.apply()
-    small.execute("DELETE FROM \"public.t\" WHERE id = '1'")
-    raised: list[MissingValues] = []
-    commit = type(small.sink).commit
-
-    def watched(*arguments: object) -> bool:
-        try:
-            return commit(*arguments)  # type: ignore[arg-type]
-        except MissingValues as e:
-            raised.append(e)
-            assert small.texts("public.t", "body")[-1] == ("row 9",)
-            raise
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(small.sink), "commit", watched)
-        small.source("UPDATE public.t SET id = id + 100, body = 'z' WHERE id IN (1, 2)")
-        small.apply()
-    assert [e.keys for e in raised] == [{"public.t": frozenset({("101",)})}]
-    small.assert_mirrored("public.t", "id, body, big")
-
-
-def test_deposits_are_whole_or_lost(small: SqliteUnderTest) -> None:
-    sink, epoch = small.sink, small.record.epoch
-    data = bytes(range(256)) * 10_000
-    sink.deposit(epoch, "one", data)
-    assert sink.fetch(epoch, "one", len(data)) == data
-    sink.sweep(epoch)
-    sink.discard(epoch, ["one"])
-    with pytest.raises(StagingLost, match="0 are there"):
-        sink.fetch(epoch, "one", len(data))
-
-
-def test_tables_of_others_are_left_alone(small: SqliteUnderTest) -> None:
-    sink = small.sink
-    (target, _) = small.record.targets
-    small.execute('CREATE TABLE "other.t" (id TEXT)')
-    other = small.pipeline.sink.open("other")
-    with pytest.raises(ForeignTable, match=r"belongs to public.plain of pipeline"):
-        other.prepare([target], [], {}, 8)
-    with pytest.raises(ForeignTable, match="not an empty one as the pipeline would make it"):
-        other.prepare([Target(target.table, "other", "T")], [], {}, 8)
-    other.prepare([Target(target.table, "third", "t")], [], {}, 8, rehearsal=True)
-    assert other.record() is None
-    assert sink.missing([Target(target.table, "third", "t")]) != ()
+    def test_a_table_whose_name_differs_in_case_only_is_refused(self, begun: Begun) -> None:
+        begun.store.occupy(dataclasses.replace(TARGET, schema="other"))
+        with pytest.raises(ForeignTable, match="not an empty one as the pipeline would make it"):
+            begun.sink.add(begun.epoch, [dataclasses.replace(TARGET, schema="Other")], [])
 
 
 def test_what_somebody_else_has_done_to_a_target_is_told(small: SqliteUnderTest) -> None:

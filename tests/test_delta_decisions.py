@@ -14,7 +14,6 @@ import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
 from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import (
     ConfigError,
     Failpoint,
@@ -37,9 +36,7 @@ from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from airflow_cdc_provider.engine.stage import END
 from tests.files_sink import column, table
-from tests.test_postgres_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, upsert
-
-CHUNK = Chunk(LABEL, 0, None, None)
+from tests.sink_contract import IDENTITY, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
 
 
 @dataclass
@@ -82,7 +79,7 @@ class NotingSink(DeltaSink):
 def sink(tmp_path: Path) -> NotingSink:
     root = Place(str(tmp_path))
     made = NotingSink(root, "p", "mirror", Layout(root))
-    made.prepare([TARGET], [CHUNK], IDENTITY, 100)
+    made.prepare([TARGET], [WHOLE], IDENTITY, 100)
     return made
 
 
@@ -196,9 +193,9 @@ def test_rows_that_are_read_by_key_before_any_others_make_the_table(tmp_path: Pa
 
 def test_nothing_that_was_staged_stays_when_it_is_in_the_tables(sink: NotingSink) -> None:
     epoch = sink.take_epoch("me")
-    written = sink.write_chunk(epoch, TARGET, CHUNK, ORIGIN, iter([]), lambda: WATERMARK)
+    written = sink.write_chunk(epoch, TARGET, WHOLE, ORIGIN, iter([]), lambda: WATERMARK)
     assert written is not None
-    assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNK, ORIGIN, written)]) == [0]
+    assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, WHOLE, ORIGIN, written)]) == [0]
     assert unit(sink, epoch, 100, 200)
     sink.replace(epoch, TARGET, None, iter([]), lambda: WATERMARK, TARGET)
     sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import duckdb
+import fsspec
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,20 +22,20 @@ from airflow_cdc_provider.engine.errors import (
     CdcError,
     ConfigError,
     Failpoint,
-    Fenced,
-    ForeignTable,
-    GateClosed,
     LimitExceeded,
     StagingLost,
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, Target
 from airflow_cdc_provider.engine.sinks.files import manifest
+from airflow_cdc_provider.engine.sinks.files.datafile import folder_of
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.changes import Change
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.record import Commit
 from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
+from airflow_cdc_provider.engine.sinks.settings import Mode
+from tests import sink_contract
 from tests.files_sink import (
     AT,
     BODY,
@@ -57,8 +58,10 @@ from tests.files_sink import (
     table,
     told,
     unit,
+    unused,
     watermark,
 )
+from tests.sink_contract import OTHER, ChangelogContract, LakeContract, ProtocolContract, SinkUnderTest
 
 
 @pytest.fixture(params=STORES)
@@ -71,6 +74,60 @@ def sink(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
 def parquet(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
     with provisioned("parquet", request) as found:
         yield found
+
+
+class FilesStore(SinkUnderTest):
+    """A path without files; ``empty`` is a sink there."""
+
+    def __init__(self, empty: FilesSink) -> None:
+        self.empty = empty
+
+    def sink(self, mode: Mode, pipeline: str = "p") -> FilesSink:
+        assert mode == "changelog"
+        return replace(self.empty, pipeline=pipeline)
+
+    def read(self, target: Target) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for path in paths(self.empty, folder_of(target)):
+            with fsspec.open(path) as file:
+                if self.empty.format == "parquet":
+                    found += pq.read_table(file).to_pylist()
+                else:
+                    found += [json.loads(line, parse_float=str) for line in file]
+        return found
+
+    def names(self) -> set[str]:
+        return set(self.empty.root.files())
+
+    def staged(self) -> int:
+        named = {name for target in (sink_contract.TARGET, OTHER) for name in paths(self.empty, folder_of(target))}
+        written = {self.empty.root.location(name) for name in data_files(self.empty)}
+        return len(written - named)
+
+    def damage(self, staged: Staged) -> None:
+        self.empty.root.remove(data_files(self.empty)[0])
+
+    def occupy(self, target: Target) -> None:
+        self.empty.root.create(f"{folder_of(target)}/theirs.parquet", b"")
+
+    def remove(self, target: Target) -> None:
+        self.empty.root.remove(folder_of(target))
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> Iterator[FilesStore]:
+    with unused(request.param, request) as found:
+        yield FilesStore(found)
+
+
+class TestProtocol(ProtocolContract):
+    """See :class:`ProtocolContract`."""
+
+    mode = "changelog"
+
+
+class TestChangelog(ChangelogContract, LakeContract):
+    """See :class:`ChangelogContract` and :class:`LakeContract`."""
 
 
 ROW = ("1", "one", "2026-01-02 03:04:05.678+00")
@@ -173,52 +230,6 @@ def test_what_a_crash_leaves_untold_is_told_by_the_next_run(
     assert len(data_files(sink)) == 1
 
 
-def test_a_unit_that_is_repeated_leaves_nothing(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    assert unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
-    assert not unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
-    assert len(data_files(sink)) == len(events(sink)) == 1
-    assert (sink._home / "staging").files() == []
-
-
-def test_a_file_that_is_gone_before_the_commit_is_noticed(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    staged = sink.stage(epoch, "a", [effect(change("i", 60, *ROW))])
-    sink.root.remove(data_files(sink)[0])
-    with pytest.raises(StagingLost):
-        sink.commit(epoch, 50, 60, [StagedPiece("", "", 0, 0, b"", staged, frozenset(), 1 << 40)])
-
-
-def test_an_overtaken_run_adds_nothing(sink: FilesSink) -> None:
-    old = sink.take_epoch("old")
-    staged = sink.stage(old, "a", [effect(change("i", 60, *ROW))])
-    written = sink.write_chunk(old, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
-    new = sink.take_epoch("new")
-    steps: list[Callable[[], object]] = [
-        lambda: sink.commit(old, 50, 60, [StagedPiece("", "", 0, 0, b"", staged, frozenset(), 1 << 40)]),
-        lambda: sink.commit_chunks(old, [CopiedChunk(TARGET, CHUNKS[0], ORIGIN, written)]),
-        lambda: sink.stage(old, "b", [effect(change("i", 60, *ROW))]),
-        lambda: sink.write_chunk(old, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark),
-        lambda: sink.replace(old, TARGET, None, rows(ROW), watermark, TARGET),
-        lambda: sink.redefine(old, TARGET, TARGET),
-    ]
-    for step in steps:
-        with pytest.raises(Fenced):
-            step()
-    assert events(sink) == []
-    sink.sweep(old)
-    assert len(data_files(sink)) == 2
-    sink.sweep(new)
-    assert data_files(sink) == []
-
-
-def test_chunks_that_are_being_written_are_not_swept(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    written = sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
-    sink.sweep(epoch)
-    assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNKS[0], ORIGIN, written)]) == [1]
-
-
 def test_a_read_that_fails_leaves_no_file(sink: FilesSink) -> None:
     epoch = sink.take_epoch("me")
 
@@ -229,29 +240,6 @@ def test_a_read_that_fails_leaves_no_file(sink: FilesSink) -> None:
     with pytest.raises(RuntimeError, match="the source is gone"):
         sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, failing(), watermark)
     assert data_files(sink) == []
-
-
-def test_rows_that_are_read_again_come_behind_what_was_there(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    chunk(sink, epoch, CHUNKS[0], ROW)
-    chunk(sink, epoch, CHUNKS[1], ("9", None, None))
-    keys = frozenset({("1",), ("2",)})
-    assert sink.replace(epoch, TARGET, keys, rows(("1", "again", None), ("01", "x", None)), watermark, TARGET) == 1
-    assert sink.replace(epoch, TARGET, None, rows(("1", "all", None), ("9", "all", None)), watermark, TARGET) == 2
-    found = [(int(e["_seq"]) - FIRST_READ, e["_op"], e["id"], e["body"]) for e in events(sink)]
-    assert found == [
-        (0, "r", "1", "one"),
-        (0, "r", "9", None),
-        (1, "d", "1", None),
-        (1, "d", "2", None),
-        (2, "r", "1", "again"),
-        (3, "t", None, None),
-        (4, "r", "1", "all"),
-        (4, "r", "9", "all"),
-    ]
-    unit(sink, epoch, 50, 60)
-    sink.replace(epoch, TARGET, None, rows(("1", "later", None)), watermark, TARGET)
-    assert [int(e["_seq"]) - FIRST_READ for e in events(sink) if e["_commit_lsn"] == "0/3C"] == [0, 1]
 
 
 def test_rows_that_were_read_before_the_stream_went_on_are_not_committed(sink: FilesSink) -> None:
@@ -323,15 +311,6 @@ def test_a_value_that_a_type_cannot_hold_is_refused(parquet: FilesSink) -> None:
 # -- targets -----------------------------------------------------------------------------------------
 
 
-def test_a_folder_with_files_of_others_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "public" / "t").mkdir(parents=True)
-    (tmp_path / "public" / "t" / "theirs.parquet").write_bytes(b"")
-    sink = FilesSink(Place(str(tmp_path)), "shop", "changelog")
-    with pytest.raises(ForeignTable, match=r"theirs\.parquet"):
-        sink.prepare([TARGET], CHUNKS, SOURCE, 50)
-    assert sink.record() is None
-
-
 def test_a_column_that_has_the_name_of_the_partitions_is_refused(tmp_path: Path) -> None:
     sink = FilesSink(Place(str(tmp_path)), "shop", "changelog")
     with pytest.raises(ConfigError, match="_date"):
@@ -349,50 +328,6 @@ def test_names_of_all_kinds_are_folders(tmp_path: Path, name: str) -> None:
     assert duckdb.sql(f"SELECT count(*) FROM read_parquet({[file['path']]})").fetchall() == [(1,)]
     assert len(data_files(sink)) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["lake"]
-
-
-def test_files_of_a_lost_record_are_taken_over_and_replaced(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
-    sink._home.remove()
-    whole = [Chunk("public.t", 0, None, None)]
-    with pytest.raises(ForeignTable):
-        sink.prepare([TARGET], whole, SOURCE, 70)
-    with pytest.raises(GateClosed, match="history"):
-        sink.prepare([TARGET], whole, SOURCE, 55, ours=["public.t"])
-    sink.prepare([TARGET], whole, SOURCE, 70, ours=["public.t"])
-    assert len(told(sink)["tables"]["public.t"]["earlier"]) == 1
-    epoch = sink.take_epoch("me")
-    chunk(sink, epoch, whole[0], ("1", "anew", None))
-    assert [(e["_op"], e["body"]) for e in events(sink)] == [("t", None), ("r", "anew")]
-
-
-def test_beginning_again_replaces_what_the_changelog_amounts_to(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
-    with pytest.raises(GateClosed, match="history"):
-        sink.restart(epoch, [TARGET], SOURCE, 55)
-    sink.restart(epoch, [TARGET], SOURCE, 90)
-    chunk(sink, epoch, Chunk("public.t", 0, None, None), ("1", "anew", None))
-    assert [(e["_op"], e["_commit_lsn"]) for e in events(sink)] == [("i", "0/3C"), ("t", "0/5A"), ("r", "0/5A")]
-
-
-def test_a_table_that_was_left_out_does_not_come_back_upon_its_rows(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
-    sink.forget(epoch, ["public.t"])
-    assert len(paths(sink)) == 1
-    with pytest.raises(ForeignTable):
-        sink.add(epoch, [TARGET], CHUNKS)
-
-
-def test_a_table_whose_files_are_gone_is_missing(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    assert sink.missing([TARGET]) == ()
-    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
-    assert sink.missing([TARGET]) == ()
-    sink.root.remove("public/t")
-    assert sink.missing([TARGET]) == (TARGET,)
 
 
 @pytest.mark.parametrize("file", ["_manifest/public/t.txt", "_manifest/shop.json"])
@@ -448,16 +383,6 @@ def test_lists_that_a_process_has_left_behind_are_put_right_with_the_manifest(si
         sink.root.replace(name, text)
     unit(sink, epoch, 52, 60)
     assert len(paths(sink)) == len(told(sink)["tables"]["public.t"]["files"]) == 2
-
-
-def test_dropping_leaves_the_tables_and_the_last_manifest(sink: FilesSink) -> None:
-    epoch = sink.take_epoch("me")
-    unit(sink, epoch, 50, 60, effect(change("i", 60, *ROW)))
-    sink.stage(epoch, "a", [effect(change("i", 70, *ROW))])
-    sink.drop()
-    assert sink.record() is None
-    assert len(data_files(sink)) == len(paths(sink)) == 1
-    assert not (sink.root / "_airflow_cdc").names()
 
 
 def test_a_place_that_cannot_be_written_is_told_by_a_sentence(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import (
     ConfigError,
     Failpoint,
     Fenced,
-    ForeignTable,
     GateClosed,
-    SecondWriter,
-    StagingLost,
-    StreamFailed,
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake import log as log_module
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN, Head, Log
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
-from airflow_cdc_provider.engine.visibility import Snapshot
+from tests.sink_contract import IDENTITY, TARGET, WHOLE
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.test_record_log"])
@@ -308,30 +301,6 @@ def test_a_store_that_cannot_create_is_refused_by_its_name(tmp_path: Path) -> No
 
 # -- the record ------------------------------------------------------------------------------------
 
-ORIGIN = Origin("7", 1, 5)
-SOURCE = {"system": "7", "timeline": 1, "database": 5, "note": None}
-TABLE = Table(
-    10,
-    "public",
-    "t",
-    (Column("id", "integer", 23, None, True, True), Column("body", "text", 25, None, False, True)),
-    ("id",),
-    "d",
-    None,
-    (Leaf(10, "public", "t"),),
-    "r",
-)
-TARGET = Target(TABLE, "public", "t")
-CHUNKS = tuple(Chunk("public.t", i, None if i == 0 else (str(i),), None if i == 3 else (str(i + 1),)) for i in range(4))
-
-
-def watermark(high: int = 100) -> Watermark:
-    return Watermark(Snapshot(10, 20, frozenset({12})), high)
-
-
-def piece(high: int = 0) -> StagedPiece:
-    return StagedPiece("", "", 0, 0, b"", (), frozenset(), high)
-
 
 @dataclass(frozen=True)
 class Numbers(LakeRecord):
@@ -346,25 +315,14 @@ class Numbers(LakeRecord):
             if int(found[0]) < step.number:
                 self.root.replace(name, " ".join([str(step.number), *found[1:], value]).encode())
 
-    def unit(self, epoch: int, start: int, end: int, work: Mapping[str, Any] | None = None, high: int = 1000) -> bool:
+    def unit(self, epoch: int, start: int, end: int, work: Mapping[str, Any] | None = None) -> bool:
         def decide(contents: Contents) -> Commit | None:
-            if not self._is_next(contents, start, end, [piece(high)]):
+            if not self._is_next(contents, start, end, []):
                 return None
             then = changes.unit_applied(contents, end, 0.0)
             return Commit(then) if work is None else Commit(work=work, then=then)
 
         return self._append(epoch, "unit", decide) is not None
-
-    def chunk(self, epoch: int, chunk: Chunk, origin: Origin = ORIGIN) -> int | None:
-        def decide(contents: Contents) -> Commit | None:
-            if not self._is_open(contents, chunk, origin):
-                return None
-            return Commit(changes.chunk_committed(chunk, watermark(), 3, epoch))
-
-        return None if self._append(epoch, "chunk", decide) is None else 3
-
-    def reread(self, epoch: int, keys: frozenset[tuple[str, ...]] | None, high: int) -> None:
-        self._append(epoch, "reread", lambda c: Commit(changes.reread(c, TARGET, keys, watermark(high), 2)))
 
     def values(self, name: str) -> Sequence[str]:
         return (self.root.read(name) or b"0").decode().split()[1:]
@@ -373,95 +331,8 @@ class Numbers(LakeRecord):
 @pytest.fixture
 def sink(place: Place) -> Numbers:
     sink = Numbers(place, "shop", "changelog")
-    sink.prepare([TARGET], CHUNKS, SOURCE, 50)
+    sink.prepare([TARGET], [WHOLE], IDENTITY, 50)
     return sink
-
-
-def test_the_record_says_what_has_been_done(sink: Numbers) -> None:
-    record = sink.record()
-    assert record is not None
-    assert (record.epoch, record.applied, record.targets, record.identity) == (0, 50, (TARGET,), SOURCE)
-    assert record.unfinished == CHUNKS
-    epoch = sink.take_epoch("me")
-    assert [sink.chunk(epoch, chunk) for chunk in (*CHUNKS, CHUNKS[0])] == [3, 3, 3, 3, None]
-    sink.note_source(epoch, {"timeline": 2})
-    assert sink.unit(epoch, 50, 60)
-    assert not sink.unit(epoch, 50, 60)
-    sink.reread(epoch, frozenset({("1",), ("2",)}), 70)
-    forget_heads()
-    record = sink.record()
-    assert record is not None
-    assert (record.epoch, record.applied, record.high, record.identity) == (epoch, 60, 100, {**SOURCE, "timeline": 2})
-    assert not record.unfinished
-    assert [(c.keys, c.rows) for c in record.chunks][-1] == (frozenset({("1",), ("2",)}), 2)
-    assert sink.unit(epoch, 60, 70)
-    record = sink.record()
-    assert record is not None
-    assert all(c.keys is None for c in record.chunks), "a re-read of keys that is passed is forgotten"
-    sink.reread(epoch, None, 200)
-    record = sink.record()
-    assert record is not None
-    assert [c.chunk for c in record.chunks] == [Chunk("public.t", 0, None, None)]
-
-
-def test_a_pipeline_is_provisioned_once(sink: Numbers) -> None:
-    with pytest.raises(SecondWriter):
-        sink.prepare([TARGET], CHUNKS, SOURCE, 50)
-
-
-def test_a_rehearsal_leaves_nothing(place: Place) -> None:
-    sink = Numbers(place, "shop", "changelog")
-    sink.prepare([TARGET], CHUNKS, SOURCE, 50, rehearsal=True)
-    assert sink.record() is None
-    assert not place.names()
-
-
-def test_tables_join_and_leave(sink: Numbers) -> None:
-    epoch = sink.take_epoch("me")
-    other = Target(Table.from_dict({**TABLE.to_dict(), "name": "u", "oid": 11}), "public", "u")
-    sink.add(epoch, [other], [Chunk("public.u", 0, None, None)])
-    sink.forget(epoch, ["public.t"])
-    record = sink.record()
-    assert record is not None
-    assert record.targets == (other,)
-    assert record.unfinished == (Chunk("public.u", 0, None, None),)
-    sink.restart(epoch, [TARGET], SOURCE, 500, rehearsal=True)
-    assert sink.record() == record
-    sink.restart(epoch, [TARGET], SOURCE, 500)
-    record = sink.record()
-    assert record is not None
-    assert (record.targets, record.applied, record.epoch) == ((TARGET,), 500, epoch)
-    assert record.unfinished == (Chunk("public.t", 0, None, None),)
-
-
-def test_a_table_has_one_pipeline(sink: Numbers) -> None:
-    with pytest.raises(ForeignTable, match="shop"):
-        Numbers(sink.root, "other", "changelog").prepare([TARGET], CHUNKS, SOURCE, 50)
-
-
-def test_an_overtaken_run_does_nothing_any_more(sink: Numbers) -> None:
-    old = sink.take_epoch("old")
-    assert sink.unit(old, 50, 60)
-    new = sink.take_epoch("new")
-    assert new > old
-    attempts: list[Callable[[], object]] = [
-        lambda: sink.unit(old, 60, 70),
-        lambda: sink.unit(old, 50, 60),
-        lambda: sink.chunk(old, CHUNKS[0]),
-        lambda: sink.note_source(old, {"a": 1}),
-        lambda: sink.forget(old, ["public.t"]),
-        lambda: sink.add(old, [], []),
-        lambda: sink.restart(old, [TARGET], SOURCE, 70),
-        lambda: sink.deposit(old, "a", b"b"),
-        lambda: sink.fetch(old, "a", 1),
-        lambda: sink.fenced(old).__enter__(),
-    ]
-    for attempt in attempts:
-        with pytest.raises(Fenced):
-            attempt()
-    record = sink.record()
-    assert record is not None
-    assert (record.applied, len(record.unfinished)) == (60, len(CHUNKS))
 
 
 def test_a_run_that_is_overtaken_while_it_does_something_beside_the_sink_is_told(sink: Numbers) -> None:
@@ -499,48 +370,9 @@ def test_a_dropped_pipeline_takes_no_commits(sink: Numbers) -> None:
     assert sink.root.names("_airflow_cdc") == []
     with pytest.raises(Fenced):
         sink.unit(epoch, 50, 60)
-    sink.prepare([TARGET], CHUNKS, SOURCE, 80)
+    sink.prepare([TARGET], [WHOLE], IDENTITY, 80)
     with pytest.raises(Fenced):
         sink.unit(epoch, 50, 60)
-
-
-def test_a_unit_begins_where_the_record_ends(sink: Numbers) -> None:
-    epoch = sink.take_epoch("me")
-    for start in (40, 55):
-        with pytest.raises(GateClosed):
-            sink.unit(epoch, start, 60)
-
-
-def test_a_unit_that_was_staged_before_rows_were_read_again_is_not_committed(sink: Numbers) -> None:
-    epoch = sink.take_epoch("me")
-    sink.reread(epoch, frozenset({("1",)}), 90)
-    with pytest.raises(StagingLost):
-        sink.unit(epoch, 50, 60, high=80)
-    assert sink.unit(epoch, 50, 60, high=90)
-
-
-def test_a_chunk_of_another_server_is_not_committed(sink: Numbers) -> None:
-    epoch = sink.take_epoch("me")
-    with pytest.raises(StreamFailed):
-        sink.chunk(epoch, CHUNKS[0], Origin("7", 2, 5))
-
-
-def test_deposits_are_fetched_whole_and_discarded(sink: Numbers) -> None:
-    old = sink.take_epoch("old")
-    sink.deposit(old, "x", b"of the old run")
-    epoch = sink.take_epoch("me")
-    sink.deposit(epoch, "a", b"abc")
-    sink.deposit(epoch, "b", bytearray(b"de"))
-    assert sink.fetch(epoch, "a", 3) == bytearray(b"abc")
-    with pytest.raises(StagingLost):
-        sink.fetch(epoch, "a", 4)
-    with pytest.raises(StagingLost):
-        sink.fetch(epoch, "c", 1)
-    sink.discard(epoch, ["a"])
-    sink.discard(old)
-    assert sink.fetch(epoch, "b", 2) == bytearray(b"de")
-    sink.discard(epoch)
-    assert not (sink._home / "deposits").names()
 
 
 def test_sweeping_leaves_the_chunks_of_this_run_alone(sink: Numbers) -> None:
@@ -668,7 +500,7 @@ def _units(url: str, epoch: int, who: str) -> None:
 
 def test_processes_that_commit_at_once_help_each_other(tmp_path: Path) -> None:
     sink = Numbers(Place(str(tmp_path)), "shop", "changelog")
-    sink.prepare([TARGET], CHUNKS, SOURCE, 50)
+    sink.prepare([TARGET], [WHOLE], IDENTITY, 50)
     epoch = sink.take_epoch("me")
     workers = [processes.Process(target=_units, args=(str(tmp_path), epoch, who)) for who in "ab"]
     for worker in workers:

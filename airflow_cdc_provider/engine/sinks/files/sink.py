@@ -123,12 +123,20 @@ class FilesSink(LakeRecord):
         for target in targets:
             folder = folder_of(target)
             shape = shape_of(contents, folder)
+            change += self._without_lost(contents, folder)
             if target.table.label in ours and (found := manifest.published(self.root, self.pipeline, folder)):
                 # Of what types its columns are is not known any more.
                 shape = Shape(max(file.version for file in found) + 1)
                 change += with_files(found)
             change += with_shape(folder, shape.anew(target.table, self.format))
         return change
+
+    def _without_lost(self, contents: Contents, folder: str) -> Change:
+        """Name files no more that somebody has removed with their target's folder: no reader would get past them."""
+        named = [file.path for file in files_of(contents) if file.folder == folder]
+        if not named or any(self.root.size(path) is not None for path in named):
+            return Change()
+        return Change(removed={"files": named})
 
     def _carry_out(self, contents: Contents, step: Step) -> None:
         """Nothing is done beside the log but what follows from it, see :meth:`publish`."""
@@ -238,6 +246,8 @@ class FilesSink(LakeRecord):
         def decide(contents: Contents) -> Commit:
             self._require_room(contents, target, written)
             read = changes.reread(contents, target, keys, written.watermark, written.rows)
+            if keys is None:
+                read += self._without_lost(contents, folder_of(target))
             return Commit(read + self._read(target, written))
 
         title = f"{target.table.label} read again"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.connection import Connection, rows
+from airflow_cdc_provider.engine.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.errors import StagingLost
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_stream
 
@@ -54,13 +54,15 @@ def read_deposit(connection: Connection, table: sql.Composable, size: int) -> by
     :raises StagingLost: when that is not what is there.
     """
     data, end = bytearray(size), 0
-    with connection.cursor("fragments") as cursor:
-        cursor.itersize = 4
-        cursor.execute(sql.SQL("SELECT fragment FROM {} ORDER BY number").format(table))
-        for (fragment,) in cursor:
-            data[end : end + len(fragment)] = fragment
-            end += len(fragment)
-    if end != size:
+    exists = scalar(connection, "SELECT to_regclass(%s)", [table.as_string(connection)]) is not None
+    if exists:
+        with connection.cursor("fragments") as cursor:
+            cursor.itersize = 4
+            cursor.execute(sql.SQL("SELECT fragment FROM {} ORDER BY number").format(table))
+            for (fragment,) in cursor:
+                data[end : end + len(fragment)] = fragment
+                end += len(fragment)
+    if not exists or end != size:
         raise StagingLost(
             f"a piece of the log of {size} bytes was deposited in the sink, {end} are there",
             "Start again: the piece is read anew. The target server has probably crashed in between.",
