@@ -40,6 +40,7 @@ from tests.files_sink import column, table
 from tests.test_postgres_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, upsert
 
 CHUNK = Chunk(LABEL, 0, None, None)
+FIRST = f"{0:020}.json"
 
 
 @dataclass
@@ -53,9 +54,9 @@ class NotedTable:
         if self.place.size("_delta_log") is None:
             if not work.create:
                 raise AnalysisException("[DELTA_TABLE_NOT_FOUND] gone")
-            self.place.replace("_delta_log/0", b"")
+            self.place.replace(f"_delta_log/{FIRST}", b"")
         self.refuse()
-        self.place.replace(f"_delta_log/{number}", b"")
+        self.place.replace(f"_delta_log/{number:020}.json", b"")
 
     def exists(self) -> bool:
         return self.place.size("_delta_log") is not None
@@ -75,7 +76,7 @@ class NotingSink(DeltaSink):
         return NotedTable(self.layout.place(target), refuse)
 
     def written(self) -> int:
-        return len([name for name in (self.layout.place(TARGET) / "_delta_log").names() if name != "0"])
+        return len([name for name in (self.layout.place(TARGET) / "_delta_log").names() if name != FIRST])
 
 
 @pytest.fixture

@@ -13,16 +13,17 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
-from airflow_cdc_provider.engine.sinks.delta.layout import Layout, require_possible, table_columns
+from airflow_cdc_provider.engine.sinks.delta.layout import Layout, location, require_possible, table_columns
 from airflow_cdc_provider.engine.sinks.delta.spark import (
     BEGUN,
     SPARK_ERRORS,
     first_line,
     insistently,
+    is_one_of,
     session,
     stands_in_the_way,
 )
-from airflow_cdc_provider.engine.sinks.delta.table import DeltaTable, has_log
+from airflow_cdc_provider.engine.sinks.delta.table import LOG, DeltaTable, has_log
 from airflow_cdc_provider.engine.sinks.delta.work import TableWork, is_made, made, of_step, to_json, unmade
 from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
@@ -145,16 +146,26 @@ class DeltaRecord(LakeRecord):
 
         def carry_out(work: tuple[Target, TableWork]) -> None:
             target, what = work
+            begun = BEGUN if what.create else ()
+
+            def clear() -> None:
+                # Of who died between making the log and its first entry: Delta makes no table where it is.
+                if begun and self.layout.catalog is None and not has_log(self.layout, target) and is_open():
+                    self.layout.place(target).remove(LOG)
+
             failpoint("before-table-written")
             try:
                 insistently(
                     lambda: self._table(target).write(what, application, step.number, is_open),
-                    *(BEGUN if what.create else ()),
+                    *begun,
+                    at_last=clear,
                 )
             except SPARK_ERRORS as e:
                 if not is_open():
                     return  # another process of the run has done it, and removed what was staged
                 said = f"the target table {target.schema}.{target.name} could not be written: {first_line(e)}"
+                if is_one_of(begun, e):
+                    raise StreamFailed(said, self._how_to_end(target)) from e
                 if not stands_in_the_way(e):
                     raise StreamFailed(said, "Start again: what has been decided is done first.") from e
                 if self._is_gone(target) and not what.create:
@@ -175,6 +186,17 @@ class DeltaRecord(LakeRecord):
         with ThreadPoolExecutor(_TABLES_AT_ONCE) as pool:
             list(pool.map(carry_out, works))
 
+    def _how_to_end(self, target: Target) -> str:
+        """What helps where the making of a table does not come to its end."""
+        again = "Start again: what has been decided is done first. If this comes again,"
+        if self.layout.catalog is None:
+            return f"{again} remove what others have left in {location(self.layout.place(target))}."
+        name = self.layout.sql_name(target)
+        return (
+            f"{again} a run has died before the catalog knew of the table. If the folder that Spark names has a {LOG}"
+            f" with a .json, run CREATE TABLE {name} USING delta LOCATION '…' with that folder; otherwise remove it."
+        )
+
     def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.record.LakeRecord._missing`: a table is made when its first rows come."""
         contents: Contents = {} if head is None else head.contents
@@ -186,7 +208,7 @@ class DeltaRecord(LakeRecord):
     def _is_gone(self, target: Target) -> bool:
         """Whether a target table does not exist, without listing its log, which may be long."""
         if self.layout.catalog is None:
-            return self.layout.place(target).size("_delta_log") is None
+            return self.layout.place(target).size(LOG) is None
         return not self._table(target).exists()
 
     def _require_there(self, target: Target) -> None:

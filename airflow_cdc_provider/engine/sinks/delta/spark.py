@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
@@ -24,7 +24,8 @@ _CONFLICTS = (
     "ConcurrentModification",
 )
 BEGUN = ("DELTA_CREATE_TABLE_WITH_NON_EMPTY_LOCATION", "DELTA_TABLE_NOT_FOUND")
-"""What is said of a table that another process of the run is about to make: its folder is there, and no entry yet."""
+"""What is said of a table that another process of the run is about to make, or was when it died: its folder is there,
+and no entry yet."""
 _PAUSE_SECONDS = 0.2
 
 _REFUSALS = ("CONSTRAINT", "InvariantViolation", "AnalysisException", "DELTA_EXCEED_CHAR_VARCHAR_LIMIT")
@@ -61,24 +62,32 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     return spark.newSession()
 
 
-def insistently(step: Callable[[], T], *further: str) -> T:
+def insistently(step: Callable[[], T], *further: str, at_last: Callable[[], None] = lambda: None) -> T:
     """Take a step again as long as another commit to the same table, such as OPTIMIZE's, comes in between.
 
     :param further: names of errors that pass by, too.
+    :param at_last: is done before the last attempt.
     """
     for attempt in range(_ATTEMPTS):
+        if attempt == _ATTEMPTS - 1:
+            at_last()
         try:
             return step()
         except SPARK_ERRORS as e:
-            if attempt == _ATTEMPTS - 1 or not any(name in str(e) for name in (*_CONFLICTS, *further)):
+            if attempt == _ATTEMPTS - 1 or not is_one_of((*_CONFLICTS, *further), e):
                 raise
             time.sleep(_PAUSE_SECONDS)
     raise AssertionError
 
 
+def is_one_of(names: Sequence[str], error: Exception) -> bool:
+    """Whether an error of Spark has one of some names."""
+    return any(name in str(error) for name in names)
+
+
 def stands_in_the_way(error: Exception) -> bool:
     """Whether a table was not written for what it is, its constraints or columns: trying again does not help."""
-    return isinstance(error, AnalysisException) or any(name in str(error) for name in _REFUSALS)
+    return isinstance(error, AnalysisException) or is_one_of(_REFUSALS, error)
 
 
 def first_line(error: Exception) -> str:
