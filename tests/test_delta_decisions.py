@@ -346,3 +346,8 @@ def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
     assert len(looks) == 1 if lives else looks
     assert unit(sink, epoch, 300, 400)
     assert len(looks) == 1 if lives else looks
+
+
+def test_the_configuration_of_spark_is_not_shown(tmp_path: Path) -> None:
+    settings = DeltaSettings(str(tmp_path)).with_spark({"spark.hadoop.fs.s3a.secret.key": "s3cret"})
+    assert "s3cret" not in repr(settings.open("p"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_cdc_provider.engine.errors import ForeignTable, GateClosed, StreamFailed, TargetConflict
@@ -46,7 +46,7 @@ class DeltaRecord(LakeRecord):
     """
 
     layout: Layout
-    conf: tuple[tuple[str, str], ...] = ()
+    conf: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def _commit(self, epoch: int, title: str, decide: Callable[[Contents], Decided | None]) -> bool:
         """Append an entry that decides what is done to tables, and do it; what was staged for it goes then.

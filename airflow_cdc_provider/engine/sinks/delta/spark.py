@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.session import DEFAULTS
 
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
 
@@ -28,6 +30,9 @@ BEGUN = ("DELTA_CREATE_TABLE_WITH_NON_EMPTY_LOCATION", "DELTA_TABLE_NOT_FOUND")
 and no entry yet."""
 _PAUSE_SECONDS = 0.2
 
+# The rest of a configuration is nobody's business; options of catalogs, whose names go on, may be secrets.
+_NEEDED = re.compile(r"spark\.(jars\.packages|sql\.extensions|sql\.catalog\.[^.]+)")
+
 _REFUSALS = ("CONSTRAINT", "InvariantViolation", "AnalysisException", "DELTA_EXCEED_CHAR_VARCHAR_LIMIT")
 
 T = TypeVar("T")
@@ -42,8 +47,8 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder
     if SparkSession._instantiatedSession is None:
-        builder = builder.appName("airflow-cdc").config("spark.ui.showConsoleProgress", "false")
-        for name, value in conf.items():
+        builder = builder.appName("airflow-cdc")
+        for name, value in {**DEFAULTS, **conf}.items():
             builder = builder.config(name, value)
     try:
         spark = builder.getOrCreate()
@@ -57,7 +62,7 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     if "DeltaSparkSessionExtension" not in (found or ""):
         raise SparkUnusable(
             "Spark runs without Delta",
-            f"Start it with {', '.join(f'{name}={value}' for name, value in conf.items())}.",
+            f"Start it with {', '.join(f'{name}={conf[name]}' for name in filter(_NEEDED.fullmatch, conf))}.",
         )
     return spark.newSession()
 
