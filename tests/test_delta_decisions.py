@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
+import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
@@ -19,6 +20,7 @@ from airflow_cdc_provider.engine.errors import (
     ConfigError,
     Failpoint,
     LimitExceeded,
+    StagingLost,
     StreamFailed,
     TargetConflict,
     UncapturableTable,
@@ -49,6 +51,7 @@ class NotedTable:
 
     place: Place
     refuse: Callable[[], None]
+    works: list[TableWork]
 
     def write(self, work: TableWork, application: str, number: int, is_open: Callable[[], bool]) -> None:
         if self.place.size("_delta_log") is None:
@@ -56,24 +59,38 @@ class NotedTable:
                 raise AnalysisException("[DELTA_TABLE_NOT_FOUND] gone")
             self.place.replace(f"_delta_log/{FIRST}", b"")
         self.refuse()
+        self.works.append(work)
         self.place.replace(f"_delta_log/{number:020}.json", b"")
 
     def exists(self) -> bool:
         return self.place.size("_delta_log") is not None
 
+    def empty(self) -> bool:
+        self.refuse()
+        return False
+
+    def properties(self) -> dict[str, str]:
+        self.refuse()
+        return {}
+
 
 @dataclass(frozen=True)
 class NotingSink(DeltaSink):
-    """:param refusals: each is called before a table is written."""
+    """A sink of noted tables.
+
+    :param refusals: each is called before a table is written, or looked at.
+    :param works: what has been done.
+    """
 
     refusals: list[Callable[[], None]] = field(default_factory=list, compare=False)
+    works: list[TableWork] = field(default_factory=list, compare=False)
 
     def _table(self, target: Target) -> Any:
         def refuse() -> None:
             for refusal in self.refusals:
                 refusal()
 
-        return NotedTable(self.layout.place(target), refuse)
+        return NotedTable(self.layout.place(target), refuse, self.works)
 
     def written(self) -> int:
         return len([name for name in (self.layout.place(TARGET) / "_delta_log").names() if name != FIRST])
@@ -351,3 +368,46 @@ def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
 def test_the_configuration_of_spark_is_not_shown(tmp_path: Path) -> None:
     settings = DeltaSettings(str(tmp_path)).with_spark({"spark.hadoop.fs.s3a.secret.key": "s3cret"})
     assert "s3cret" not in repr(settings.open("p"))
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_many_chunks_are_committed_in_few_steps_each_of_which_reads_its_files_at_once(
+    tmp_path: Path, mode: Mode
+) -> None:
+    root = Place(str(tmp_path))
+    sink = NotingSink(root, "p", mode, Layout(root))
+    bounds = [None, *((str(n),) for n in range(1, 70)), None]
+    chunks = [Chunk(LABEL, n, *bounds[n : n + 2]) for n in range(70)]
+    sink.prepare([TARGET], chunks, IDENTITY, 100)
+    epoch = sink.take_epoch("me")
+    written = [sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([]), lambda: WATERMARK) for chunk in chunks]
+    copied = [CopiedChunk(TARGET, chunk, ORIGIN, each) for chunk, each in zip(chunks, written, strict=True)]
+    assert sink.commit_chunks(epoch, copied) == [0] * 70
+    assert [[len(part.files) for part in work.parts] for work in sink.works] == [[64], [6]]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_chunk_whose_file_the_driver_does_not_find_is_not_decided(sink: NotingSink, rows: int) -> None:
+    epoch = sink.take_epoch("me")
+    names = [column.name for column in TABLE.columns]
+    batch = pa.RecordBatch.from_arrays([pa.nulls(rows, pa.string())] * len(names), names=names)
+
+    def written() -> Any:
+        return sink.write_chunk(epoch, TARGET, CHUNK, ORIGIN, iter([batch]), lambda: WATERMARK)
+
+    lost = written()
+    sink._home.remove(lost.file)
+    with pytest.raises(StagingLost, match="gone"):
+        sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNK, ORIGIN, lost)])
+    assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNK, ORIGIN, written())]) == [rows]
+
+
+def test_what_spark_fails_with_before_anything_is_decided_is_tried_again(sink: NotingSink) -> None:
+    epoch = sink.take_epoch("me")
+    assert unit(sink, epoch, 100, 200)
+    sink.refusals.append(refusing(PySparkException("Connection reset")))
+    with pytest.raises(StreamFailed, match="Connection reset"):
+        sink.redefine(epoch, TARGET, replace(TARGET, table=replace(TABLE, columns=TABLE.columns[:2])))
+    sink.drop()
+    with pytest.raises(StreamFailed, match="Connection reset"):
+        sink.prepare([TARGET], [CHUNK], IDENTITY, 100)

@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import StreamFailed
+from airflow_cdc_provider.engine.errors import ConfigError, StreamFailed
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target
 from airflow_cdc_provider.engine.sinks.delta import spark as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
@@ -91,3 +91,12 @@ def test_a_table_that_the_catalog_does_not_know_can_be_made_known(spark: SparkSe
         assert [batch.num_rows for batch in sink.rows(target)] == [1]
     finally:
         spark.sql("DROP SCHEMA copy CASCADE")
+
+
+def test_a_condition_that_fails_on_a_row_is_refused_as_one_that_cannot_be_read(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    sink, epoch = prepared(tmp_path)
+    copy(sink, epoch)
+    with pytest.raises(ConfigError, match="DIVIDE_BY_ZERO"):
+        sink.matching_keys(TARGET, "1 / (id - 1) > 0")

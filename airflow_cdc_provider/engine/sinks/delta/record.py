@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.sinks.delta.spark import (
     first_line,
     insistently,
     is_one_of,
+    looking,
     session,
     stands_in_the_way,
 )
@@ -57,7 +58,8 @@ class DeltaRecord(LakeRecord):
         staged: list[str] = []
 
         def commit(contents: Contents) -> Commit | None:
-            decided = decide(contents)
+            with looking():
+                decided = decide(contents)
             if decided is None:
                 return None
             works, then = decided
@@ -71,6 +73,7 @@ class DeltaRecord(LakeRecord):
             self._home.remove(file)
         return committed
 
+    @looking()
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
         """See :meth:`.record.LakeRecord._check_target`."""
         require_possible(self.layout, target, self.mode)
@@ -114,6 +117,7 @@ class DeltaRecord(LakeRecord):
         """See :meth:`.record.LakeRecord._described`: tables are made, unless they are there, with their first rows."""
         return unmade(target.table.label for target in targets)
 
+    @looking()
     def _fit(self, contents: Contents, targets: Sequence[Target]) -> Mapping[str, Any] | None:
         """See :meth:`.record.LakeRecord._fit`: a mirror gets them with its rows."""
         recorded = changes.targets_of(contents)

@@ -6,14 +6,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.errors import SparkUnusable, StreamFailed
 from airflow_cdc_provider.engine.session import DEFAULTS
 
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
@@ -83,6 +84,20 @@ def insistently(step: Callable[[], T], *further: str, at_last: Callable[[], None
                 raise
             time.sleep(_PAUSE_SECONDS)
     raise AssertionError
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Look at tables, to decide what is to be done: what Spark fails with then is no reason not to try again.
+
+    :raises StreamFailed: for any error of Spark.
+    """
+    try:
+        yield
+    except SPARK_ERRORS as e:
+        raise StreamFailed(
+            f"a target table could not be looked at: {first_line(e)}", "Start again: nothing has been decided."
+        ) from e
 
 
 def is_one_of(names: Sequence[str], error: Exception) -> bool:
