@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import (
     ConfigError,
     Failpoint,
+    ForeignTable,
     LimitExceeded,
     StagingLost,
     StreamFailed,
@@ -337,9 +338,11 @@ def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink
 
 
 @pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize("enters", [True, False])
 def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
-    sink: NotingSink, monkeypatch: pytest.MonkeyPatch, lives: bool
+    sink: NotingSink, monkeypatch: pytest.MonkeyPatch, lives: bool, enters: bool
 ) -> None:
+    """Also by a part that enters the run, and looks whether the tables are there."""
     epoch = sink.take_epoch("me")
     sink.refusals.append(refusing(PySparkException("Connection reset")))
     with pytest.raises(StreamFailed):
@@ -356,13 +359,17 @@ def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
 
     # From here on we are another process than the one that decided.
     monkeypatch.setattr(record, "_decided", {})
-    monkeypatch.setattr(record, "_PATIENCE", 60.0 if lives else 0.01)
-    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=look))
+    monkeypatch.setattr(record, "_PATIENCE", 1.0)
+    clock = SimpleNamespace(monotonic=lambda: sum(looks), time=time.time, sleep=look)
+    monkeypatch.setattr(record, "time", clock)
+    patient = 1 if lives else round(1.0 / record._LOOK_SECONDS)
+    if enters:
+        assert sink.missing([TARGET]) == ()
+        assert (applied(sink), len(looks)) == (200, patient)
     assert unit(sink, epoch, 200, 300)
-    assert applied(sink) == 300
-    assert len(looks) == 1 if lives else looks
+    assert (applied(sink), len(looks)) == (300, patient)
     assert unit(sink, epoch, 300, 400)
-    assert len(looks) == 1 if lives else looks
+    assert len(looks) == patient
 
 
 def test_the_configuration_of_spark_is_not_shown(tmp_path: Path) -> None:
@@ -411,3 +418,29 @@ def test_what_spark_fails_with_before_anything_is_decided_is_tried_again(sink: N
     sink.drop()
     with pytest.raises(StreamFailed, match="Connection reset"):
         sink.prepare([TARGET], [CHUNK], IDENTITY, 100)
+
+
+def test_tables_that_a_catalog_takes_for_one_are_refused_whoever_brings_them(tmp_path: Path) -> None:
+    """By no check before, as in ``resnapshot --all``; of the pipeline, or of two that share a path."""
+    root = Place(str(tmp_path))
+    one, other = (Target(replace(TABLE, name=name), "copy", name) for name in ("orders", "Orders"))
+    layout = Layout(root, "unity")
+
+    class Sink(NotingSink):
+        def _check_target(self, *_: Any) -> None:
+            pass
+
+    sink = Sink(root, "p", "mirror", layout)
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.prepare([one, other], [], IDENTITY, 100)
+    sink.prepare([one], [], IDENTITY, 100)
+    epoch = sink.take_epoch("me")
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.add(epoch, [other], [])
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.replace(epoch, other, None, iter([]), lambda: WATERMARK, None)
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.restart(epoch, [one, other], IDENTITY, 100)
+    with pytest.raises(ForeignTable, match="belongs to pipeline 'p'"):
+        Sink(root, "q", "mirror", layout).prepare([other], [], IDENTITY, 100)
+    sink.restart(epoch, [other], IDENTITY, 100)

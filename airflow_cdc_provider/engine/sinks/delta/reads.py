@@ -142,8 +142,7 @@ class DeltaReads(DeltaRecord):
         contents = self._contents(epoch)
         label = target.table.label
         if before is None:
-            self._refuse_anothers(target)
-            self._check_target(target, changes.targets_of(contents).get(label), False, None)
+            self._check([target], changes.targets_of(contents))
         require_possible(self.layout, target, self.mode)
         file = f"staging/units/{epoch}/{uuid.uuid4().hex}.parquet"
         removals = None

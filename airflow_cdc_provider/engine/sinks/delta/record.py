@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,13 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
-from airflow_cdc_provider.engine.sinks.delta.layout import Layout, location, require_possible, table_columns
+from airflow_cdc_provider.engine.sinks.delta.layout import (
+    Layout,
+    location,
+    require_apart,
+    require_possible,
+    table_columns,
+)
 from airflow_cdc_provider.engine.sinks.delta.spark import (
     BEGUN,
     SPARK_ERRORS,
@@ -100,6 +106,14 @@ class DeltaRecord(LakeRecord):
                 f"the target table {target.schema}.{target.name} exists, but lacks columns: {', '.join(others)}",
                 "Drop the table, so that it is created as it has to be, or give it these columns.",
             )
+
+    def _known_as(self, schema: str, name: str) -> Hashable:
+        """See :meth:`.record.LakeRecord._known_as`."""
+        return self.layout.known_as(schema, name)
+
+    def _require_apart(self, targets: Sequence[Target]) -> None:
+        """See :meth:`.record.LakeRecord._require_apart`."""
+        require_apart(self.layout, targets)
 
     def _refuse_older_history(self, table: DeltaTable, point: int) -> None:
         """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
