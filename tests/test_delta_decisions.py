@@ -10,14 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
+import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
 from airflow_cdc_provider.engine.catalog import Column
+from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.errors import (
     ConfigError,
     Failpoint,
+    ForeignTable,
     LimitExceeded,
+    StagingLost,
     StreamFailed,
     TargetConflict,
     UncapturableTable,
@@ -36,7 +40,9 @@ from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from airflow_cdc_provider.engine.stage import END
 from tests.files_sink import column, table
-from tests.sink_contract import IDENTITY, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
+from tests.sink_contract import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
+
+FIRST = f"{0:020}.json"
 
 
 @dataclass
@@ -45,34 +51,49 @@ class NotedTable:
 
     place: Place
     refuse: Callable[[], None]
+    works: list[TableWork]
 
     def write(self, work: TableWork, application: str, number: int, is_open: Callable[[], bool]) -> None:
         if self.place.size("_delta_log") is None:
             if not work.create:
                 raise AnalysisException("[DELTA_TABLE_NOT_FOUND] gone")
-            self.place.replace("_delta_log/0", b"")
+            self.place.replace(f"_delta_log/{FIRST}", b"")
         self.refuse()
-        self.place.replace(f"_delta_log/{number}", b"")
+        self.works.append(work)
+        self.place.replace(f"_delta_log/{number:020}.json", b"")
 
     def exists(self) -> bool:
         return self.place.size("_delta_log") is not None
 
+    def empty(self) -> bool:
+        self.refuse()
+        return False
+
+    def properties(self) -> dict[str, str]:
+        self.refuse()
+        return {}
+
 
 @dataclass(frozen=True)
 class NotingSink(DeltaSink):
-    """:param refusals: each is called before a table is written."""
+    """A sink of noted tables.
+
+    :param refusals: each is called before a table is written, or looked at.
+    :param works: what has been done.
+    """
 
     refusals: list[Callable[[], None]] = field(default_factory=list, compare=False)
+    works: list[TableWork] = field(default_factory=list, compare=False)
 
     def _table(self, target: Target) -> Any:
         def refuse() -> None:
             for refusal in self.refusals:
                 refusal()
 
-        return NotedTable(self.layout.place(target), refuse)
+        return NotedTable(self.layout.place(target), refuse, self.works)
 
     def written(self) -> int:
-        return len([name for name in (self.layout.place(TARGET) / "_delta_log").names() if name != "0"])
+        return len([name for name in (self.layout.place(TARGET) / "_delta_log").names() if name != FIRST])
 
 
 @pytest.fixture
@@ -316,9 +337,11 @@ def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink
 
 
 @pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize("enters", [True, False])
 def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
-    sink: NotingSink, monkeypatch: pytest.MonkeyPatch, lives: bool
+    sink: NotingSink, monkeypatch: pytest.MonkeyPatch, lives: bool, enters: bool
 ) -> None:
+    """Also by a part that enters the run, and looks whether the tables are there."""
     epoch = sink.take_epoch("me")
     sink.refusals.append(refusing(PySparkException("Connection reset")))
     with pytest.raises(StreamFailed):
@@ -335,10 +358,88 @@ def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
 
     # From here on we are another process than the one that decided.
     monkeypatch.setattr(record, "_decided", {})
-    monkeypatch.setattr(record, "_PATIENCE", 60.0 if lives else 0.01)
-    monkeypatch.setattr(record, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=look))
+    monkeypatch.setattr(record, "_PATIENCE", 1.0)
+    clock = SimpleNamespace(monotonic=lambda: sum(looks), time=time.time, sleep=look)
+    monkeypatch.setattr(record, "time", clock)
+    patient = 1 if lives else round(1.0 / record._LOOK_SECONDS)
+    if enters:
+        assert sink.missing([TARGET]) == ()
+        assert (applied(sink), len(looks)) == (200, patient)
     assert unit(sink, epoch, 200, 300)
-    assert applied(sink) == 300
-    assert len(looks) == 1 if lives else looks
+    assert (applied(sink), len(looks)) == (300, patient)
     assert unit(sink, epoch, 300, 400)
-    assert len(looks) == 1 if lives else looks
+    assert len(looks) == patient
+
+
+def test_the_configuration_of_spark_is_not_shown(tmp_path: Path) -> None:
+    settings = DeltaSettings(str(tmp_path)).with_spark({"spark.hadoop.fs.s3a.secret.key": "s3cret"})
+    assert "s3cret" not in repr(settings.open("p"))
+
+
+@pytest.mark.parametrize("mode", ["mirror", "changelog"])
+def test_many_chunks_are_committed_in_few_steps_each_of_which_reads_its_files_at_once(
+    tmp_path: Path, mode: Mode
+) -> None:
+    root = Place(str(tmp_path))
+    sink = NotingSink(root, "p", mode, Layout(root))
+    bounds = [None, *((str(n),) for n in range(1, 70)), None]
+    chunks = [Chunk(LABEL, n, *bounds[n : n + 2]) for n in range(70)]
+    sink.prepare([TARGET], chunks, IDENTITY, 100)
+    epoch = sink.take_epoch("me")
+    written = [sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([]), lambda: WATERMARK) for chunk in chunks]
+    copied = [CopiedChunk(TARGET, chunk, ORIGIN, each) for chunk, each in zip(chunks, written, strict=True)]
+    assert sink.commit_chunks(epoch, copied) == [0] * 70
+    assert [[len(part.files) for part in work.parts] for work in sink.works] == [[64], [6]]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_chunk_whose_file_the_driver_does_not_find_is_not_decided(sink: NotingSink, rows: int) -> None:
+    epoch = sink.take_epoch("me")
+    names = [column.name for column in TABLE.columns]
+    batch = pa.RecordBatch.from_arrays([pa.nulls(rows, pa.string())] * len(names), names=names)
+
+    def written() -> Any:
+        return sink.write_chunk(epoch, TARGET, WHOLE, ORIGIN, iter([batch]), lambda: WATERMARK)
+
+    lost = written()
+    sink._home.remove(lost.file)
+    with pytest.raises(StagingLost, match="gone"):
+        sink.commit_chunks(epoch, [CopiedChunk(TARGET, WHOLE, ORIGIN, lost)])
+    assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, WHOLE, ORIGIN, written())]) == [rows]
+
+
+def test_what_spark_fails_with_before_anything_is_decided_is_tried_again(sink: NotingSink) -> None:
+    epoch = sink.take_epoch("me")
+    assert unit(sink, epoch, 100, 200)
+    sink.refusals.append(refusing(PySparkException("Connection reset")))
+    with pytest.raises(StreamFailed, match="Connection reset"):
+        sink.redefine(epoch, TARGET, replace(TARGET, table=replace(TABLE, columns=TABLE.columns[:2])))
+    sink.drop()
+    with pytest.raises(StreamFailed, match="Connection reset"):
+        sink.prepare([TARGET], [WHOLE], IDENTITY, 100)
+
+
+def test_tables_that_a_catalog_takes_for_one_are_refused_whoever_brings_them(tmp_path: Path) -> None:
+    """By no check before, as in ``resnapshot --all``; of the pipeline, or of two that share a path."""
+    root = Place(str(tmp_path))
+    one, other = (Target(replace(TABLE, name=name), "copy", name) for name in ("orders", "Orders"))
+    layout = Layout(root, "unity")
+
+    class Sink(NotingSink):
+        def _check_target(self, *_: Any) -> None:
+            pass
+
+    sink = Sink(root, "p", "mirror", layout)
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.prepare([one, other], [], IDENTITY, 100)
+    sink.prepare([one], [], IDENTITY, 100)
+    epoch = sink.take_epoch("me")
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.add(epoch, [other], [])
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.replace(epoch, other, None, iter([]), lambda: WATERMARK, None)
+    with pytest.raises(ConfigError, match="would be one table"):
+        sink.restart(epoch, [one, other], IDENTITY, 100)
+    with pytest.raises(ForeignTable, match="belongs to pipeline 'p'"):
+        Sink(root, "q", "mirror", layout).prepare([other], [], IDENTITY, 100)
+    sink.restart(epoch, [other], IDENTITY, 100)

@@ -276,7 +276,8 @@ def test_a_changelog_has_everything_once_whatever_breaks_off(
 
 
 def test_a_run_that_is_killed_with_its_spark(spark: SparkSession, databases: Databases, tmp_path: Path) -> None:
-    """With a table written of which the record does not know; before that, death leaves what an error leaves.
+    """With a table written of which the record does not know; before that, death leaves what an error leaves, but for a
+    table that is being made, whose log may be begun: see ``test_delta_tables.py``.
 
     The first time that it gets there is in a chunk, the fourth in the stream.
     """

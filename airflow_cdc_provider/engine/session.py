@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable
 # flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
 _END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
 
-_DEFAULTS = {
+DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.session.timeZone": "UTC",
     # Each saves tens of milliseconds a batch.
@@ -45,6 +45,7 @@ _DEFAULTS = {
     "spark.driver.defaultJavaOptions": _END_WITHOUT_MEMORY,
     "spark.executor.defaultJavaOptions": _END_WITHOUT_MEMORY,
 }
+"""What every Spark of the engine is started with, unless the pipeline file says otherwise."""
 
 _LIBRARIES = ("adbc_driver_postgresql", "numpy", "pandas", "psycopg", "psycopg2", "pyarrow", "fsspec", "yaml")
 
@@ -59,7 +60,7 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder.appName(f"airflow-cdc {pipeline.name} {command}")
-    for name, value in _DEFAULTS.items():
+    for name, value in DEFAULTS.items():
         builder = builder.config(name, value)
     if not submitted:
         builder = builder.master(pipeline.spark.master).config("spark.log.level", "ERROR")

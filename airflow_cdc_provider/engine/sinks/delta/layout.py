@@ -45,6 +45,10 @@ class Layout:
         """The folder of a path table."""
         return self.root / folder(target.schema, target.name)
 
+    def known_as(self, schema: str, name: str) -> tuple[str, str]:
+        """By what a table is told from others: a catalog tells no case of letters."""
+        return (schema, name) if self.catalog is None else (schema.lower(), name.lower())
+
     def sql_name(self, target: Target) -> str:
         """How statements name a table."""
         if self.catalog is None:
@@ -155,9 +159,9 @@ def require_apart(layout: Layout, targets: Sequence[Target]) -> None:
 
     :raises ConfigError: naming two.
     """
-    seen: dict[str, Target] = {}
+    seen: dict[tuple[str, str], Target] = {}
     for target in targets if layout.catalog is not None else ():
-        other = seen.setdefault(f"{target.schema}.{target.name}".lower(), target)
+        other = seen.setdefault(layout.known_as(target.schema, target.name), target)
         if other is not target:
             raise ConfigError(
                 f"the targets of {other.table.label} and {target.table.label} would be one table of the catalog"

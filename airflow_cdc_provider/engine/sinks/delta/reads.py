@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import ConfigError, StagingLost
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
@@ -21,11 +22,14 @@ from airflow_cdc_provider.engine.sinks.delta import staging
 from airflow_cdc_provider.engine.sinks.delta.layout import quoted, require_possible
 from airflow_cdc_provider.engine.sinks.delta.record import Decided, DeltaRecord
 from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line
-from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made
+from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made, joined
 from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.lake.room import room_at
 from airflow_cdc_provider.engine.sinks.lake.values import arrow_type, to_texts
+
+_CHUNKS_AT_ONCE = 64
+"""So many chunks are committed together at most, so that no commit takes very long."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,11 @@ class DeltaReads(DeltaRecord):
         return WrittenChunk(file, rows, watermark)
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
-        """See :meth:`.base.Sink.commit_chunks`: in one commit of each table."""
+        """See :meth:`.base.Sink.commit_chunks`: in one commit of each table, or few."""
+        groups = (copied[n : n + _CHUNKS_AT_ONCE] for n in range(0, len(copied), _CHUNKS_AT_ONCE))
+        return [rows for group in groups for rows in self._commit_together(epoch, group)]
+
+    def _commit_together(self, epoch: int, copied: Sequence[CopiedChunk]) -> list[int | None]:
         removals = {
             each.chunk: self._stage_removals(epoch, each.target, None)
             for each in copied
@@ -82,10 +90,11 @@ class DeltaReads(DeltaRecord):
             works: dict[str, TableWork] = {}
             for each in chosen:
                 written: WrittenChunk = each.written
+                self._check_staged(each.target.table.label, written.file, written.rows)
                 then += changes.chunk_committed(each.chunk, written.watermark, written.rows, epoch)
                 work = self._chunk_work(contents, each, removals.get(each.chunk))
                 before = works.get(work.label)
-                works[work.label] = work if before is None else replace(before, parts=before.parts + work.parts)
+                works[work.label] = work if before is None else replace(before, parts=joined(before.parts + work.parts))
             return list(works.values()), then
 
         title = ", ".join(each.chunk.title for each in copied)
@@ -94,6 +103,17 @@ class DeltaReads(DeltaRecord):
             self._home.remove(file)
         failpoint("after-chunk-commit")
         return [each.written.rows if committed and each in chosen else None for each in copied]
+
+    def _check_staged(self, label: str, file: str, rows: int) -> None:
+        """Look, before anything is decided for it, whether the driver finds what an executor has staged."""
+        found = staging.staged_rows(self._home, file)
+        if found != rows:
+            raise StagingLost(
+                f"{rows} rows were staged for {label} in {self._home.location(file)},"
+                f" {'which is gone' if found is None else f'{found} are there'}",
+                "Start again: they are staged anew. A path has to be the same folder on the driver and on all"
+                " executors.",
+            )
 
     def _chunk_work(self, contents: Contents, copied: CopiedChunk, removals: str | None) -> TableWork:
         """What a chunk is to its table; one without bounds takes the place of all rows.
@@ -122,8 +142,7 @@ class DeltaReads(DeltaRecord):
         contents = self._contents(epoch)
         label = target.table.label
         if before is None:
-            self._refuse_anothers(target)
-            self._check_target(target, changes.targets_of(contents).get(label), False, None)
+            self._check([target], changes.targets_of(contents))
         require_possible(self.layout, target, self.mode)
         file = f"staging/units/{epoch}/{uuid.uuid4().hex}.parquet"
         removals = None
@@ -169,17 +188,21 @@ class DeltaReads(DeltaRecord):
     def check_condition(self, target: Target, where: str) -> None:
         """See :meth:`.base.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
         if self.mode == "mirror":
-            self._matching(target, where)
+            with self._matching(target, where):
+                pass
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
         """See :meth:`.base.Sink.matching_keys`."""
         if self.mode == "changelog":
             return frozenset()
-        return key_texts(self._matching(target, where).toArrow())
+        with self._matching(target, where) as found:
+            return key_texts(found.toArrow())
 
-    def _matching(self, target: Target, where: str) -> Any:
+    @contextmanager
+    def _matching(self, target: Target, where: str) -> Iterator[Any]:
+        """The keys of the rows under a condition, which may also fail on the value of one of them."""
         try:
-            return self._table(target).read().where(where).select(*map(quoted, target.table.key))
+            yield self._table(target).read().where(where).select(*map(quoted, target.table.key))
         except SPARK_ERRORS as e:
             raise ConfigError(
                 f"--where {where!r} is not a condition that Spark can tell of rows of {target.schema}.{target.name}:"

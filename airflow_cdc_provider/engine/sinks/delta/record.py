@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_cdc_provider.engine.errors import ForeignTable, GateClosed, StreamFailed, TargetConflict
@@ -13,16 +13,24 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
-from airflow_cdc_provider.engine.sinks.delta.layout import Layout, require_possible, table_columns
+from airflow_cdc_provider.engine.sinks.delta.layout import (
+    Layout,
+    location,
+    require_apart,
+    require_possible,
+    table_columns,
+)
 from airflow_cdc_provider.engine.sinks.delta.spark import (
     BEGUN,
     SPARK_ERRORS,
     first_line,
     insistently,
+    is_one_of,
+    looking,
     session,
     stands_in_the_way,
 )
-from airflow_cdc_provider.engine.sinks.delta.table import DeltaTable, has_log
+from airflow_cdc_provider.engine.sinks.delta.table import LOG, DeltaTable, has_log
 from airflow_cdc_provider.engine.sinks.delta.work import TableWork, is_made, made, of_step, to_json, unmade
 from airflow_cdc_provider.engine.sinks.lake import changes
 from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
@@ -45,7 +53,7 @@ class DeltaRecord(LakeRecord):
     """
 
     layout: Layout
-    conf: tuple[tuple[str, str], ...] = ()
+    conf: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def _commit(self, epoch: int, title: str, decide: Callable[[Contents], Decided | None]) -> bool:
         """Append an entry that decides what is done to tables, and do it; what was staged for it goes then.
@@ -56,7 +64,8 @@ class DeltaRecord(LakeRecord):
         staged: list[str] = []
 
         def commit(contents: Contents) -> Commit | None:
-            decided = decide(contents)
+            with looking():
+                decided = decide(contents)
             if decided is None:
                 return None
             works, then = decided
@@ -70,6 +79,7 @@ class DeltaRecord(LakeRecord):
             self._home.remove(file)
         return committed
 
+    @looking()
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
         """See :meth:`.record.LakeRecord._check_target`."""
         require_possible(self.layout, target, self.mode)
@@ -97,6 +107,14 @@ class DeltaRecord(LakeRecord):
                 "Drop the table, so that it is created as it has to be, or give it these columns.",
             )
 
+    def _known_as(self, schema: str, name: str) -> Hashable:
+        """See :meth:`.record.LakeRecord._known_as`."""
+        return self.layout.known_as(schema, name)
+
+    def _require_apart(self, targets: Sequence[Target]) -> None:
+        """See :meth:`.record.LakeRecord._require_apart`."""
+        require_apart(self.layout, targets)
+
     def _refuse_older_history(self, table: DeltaTable, point: int) -> None:
         """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
         found = table.read().selectExpr("max(_commit_lsn)").first()
@@ -113,6 +131,7 @@ class DeltaRecord(LakeRecord):
         """See :meth:`.record.LakeRecord._described`: tables are made, unless they are there, with their first rows."""
         return unmade(target.table.label for target in targets)
 
+    @looking()
     def _fit(self, contents: Contents, targets: Sequence[Target]) -> Mapping[str, Any] | None:
         """See :meth:`.record.LakeRecord._fit`: a mirror gets them with its rows."""
         recorded = changes.targets_of(contents)
@@ -145,16 +164,26 @@ class DeltaRecord(LakeRecord):
 
         def carry_out(work: tuple[Target, TableWork]) -> None:
             target, what = work
+            begun = BEGUN if what.create else ()
+
+            def clear() -> None:
+                # Of who died between making the log and its first entry: Delta makes no table where it is.
+                if begun and self.layout.catalog is None and not has_log(self.layout, target) and is_open():
+                    self.layout.place(target).remove(LOG)
+
             failpoint("before-table-written")
             try:
                 insistently(
                     lambda: self._table(target).write(what, application, step.number, is_open),
-                    *(BEGUN if what.create else ()),
+                    *begun,
+                    at_last=clear,
                 )
             except SPARK_ERRORS as e:
                 if not is_open():
                     return  # another process of the run has done it, and removed what was staged
                 said = f"the target table {target.schema}.{target.name} could not be written: {first_line(e)}"
+                if is_one_of(begun, e):
+                    raise StreamFailed(said, self._how_to_end(target)) from e
                 if not stands_in_the_way(e):
                     raise StreamFailed(said, "Start again: what has been decided is done first.") from e
                 if self._is_gone(target) and not what.create:
@@ -175,6 +204,17 @@ class DeltaRecord(LakeRecord):
         with ThreadPoolExecutor(_TABLES_AT_ONCE) as pool:
             list(pool.map(carry_out, works))
 
+    def _how_to_end(self, target: Target) -> str:
+        """What helps where the making of a table does not come to its end."""
+        again = "Start again: what has been decided is done first. If this comes again,"
+        if self.layout.catalog is None:
+            return f"{again} remove what others have left in {location(self.layout.place(target))}."
+        name = self.layout.sql_name(target)
+        return (
+            f"{again} a run has died before the catalog knew of the table. If the folder that Spark names has a {LOG}"
+            f" with a .json, run CREATE TABLE {name} USING delta LOCATION '…' with that folder; otherwise remove it."
+        )
+
     def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.record.LakeRecord._missing`: a table is made when its first rows come."""
         contents: Contents = {} if head is None else head.contents
@@ -186,7 +226,7 @@ class DeltaRecord(LakeRecord):
     def _is_gone(self, target: Target) -> bool:
         """Whether a target table does not exist, without listing its log, which may be long."""
         if self.layout.catalog is None:
-            return self.layout.place(target).size("_delta_log") is None
+            return self.layout.place(target).size(LOG) is None
         return not self._table(target).exists()
 
     def _require_there(self, target: Target) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.errors import SparkUnusable, StreamFailed
+from airflow_cdc_provider.engine.session import DEFAULTS
 
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
 
@@ -24,8 +27,12 @@ _CONFLICTS = (
     "ConcurrentModification",
 )
 BEGUN = ("DELTA_CREATE_TABLE_WITH_NON_EMPTY_LOCATION", "DELTA_TABLE_NOT_FOUND")
-"""What is said of a table that another process of the run is about to make: its folder is there, and no entry yet."""
+"""What is said of a table that another process of the run is about to make, or was when it died: its folder is there,
+and no entry yet."""
 _PAUSE_SECONDS = 0.2
+
+# The rest of a configuration is nobody's business; options of catalogs, whose names go on, may be secrets.
+_NEEDED = re.compile(r"spark\.(jars\.packages|sql\.extensions|sql\.catalog\.[^.]+)")
 
 _REFUSALS = ("CONSTRAINT", "InvariantViolation", "AnalysisException", "DELTA_EXCEED_CHAR_VARCHAR_LIMIT")
 
@@ -41,8 +48,8 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder
     if SparkSession._instantiatedSession is None:
-        builder = builder.appName("airflow-cdc").config("spark.ui.showConsoleProgress", "false")
-        for name, value in conf.items():
+        builder = builder.appName("airflow-cdc")
+        for name, value in {**DEFAULTS, **conf}.items():
             builder = builder.config(name, value)
     try:
         spark = builder.getOrCreate()
@@ -56,29 +63,51 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     if "DeltaSparkSessionExtension" not in (found or ""):
         raise SparkUnusable(
             "Spark runs without Delta",
-            f"Start it with {', '.join(f'{name}={value}' for name, value in conf.items())}.",
+            f"Start it with {', '.join(f'{name}={conf[name]}' for name in filter(_NEEDED.fullmatch, conf))}.",
         )
     return spark.newSession()
 
 
-def insistently(step: Callable[[], T], *further: str) -> T:
+def insistently(step: Callable[[], T], *further: str, at_last: Callable[[], None] = lambda: None) -> T:
     """Take a step again as long as another commit to the same table, such as OPTIMIZE's, comes in between.
 
     :param further: names of errors that pass by, too.
+    :param at_last: is done before the last attempt.
     """
     for attempt in range(_ATTEMPTS):
+        if attempt == _ATTEMPTS - 1:
+            at_last()
         try:
             return step()
         except SPARK_ERRORS as e:
-            if attempt == _ATTEMPTS - 1 or not any(name in str(e) for name in (*_CONFLICTS, *further)):
+            if attempt == _ATTEMPTS - 1 or not is_one_of((*_CONFLICTS, *further), e):
                 raise
             time.sleep(_PAUSE_SECONDS)
     raise AssertionError
 
 
+@contextmanager
+def looking() -> Iterator[None]:
+    """Look at tables, to decide what is to be done: what Spark fails with then is no reason not to try again.
+
+    :raises StreamFailed: for any error of Spark.
+    """
+    try:
+        yield
+    except SPARK_ERRORS as e:
+        raise StreamFailed(
+            f"a target table could not be looked at: {first_line(e)}", "Start again: nothing has been decided."
+        ) from e
+
+
+def is_one_of(names: Sequence[str], error: Exception) -> bool:
+    """Whether an error of Spark has one of some names."""
+    return any(name in str(error) for name in names)
+
+
 def stands_in_the_way(error: Exception) -> bool:
     """Whether a table was not written for what it is, its constraints or columns: trying again does not help."""
-    return isinstance(error, AnalysisException) or any(name in str(error) for name in _REFUSALS)
+    return isinstance(error, AnalysisException) or is_one_of(_REFUSALS, error)
 
 
 def first_line(error: Exception) -> str:

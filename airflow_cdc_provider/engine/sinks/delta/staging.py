@@ -131,10 +131,10 @@ def write(place: Place, name: str, schema: pa.Schema, tables: Iterable[pa.Table]
     return rows
 
 
-def staged_rows(place: Place, name: str) -> int:
-    """The rows of a file; 0 when there is none."""
+def staged_rows(place: Place, name: str) -> int | None:
+    """The rows of a file; ``None`` when there is none."""
     if place.modified(name) is None:
-        return 0
+        return None
     with place.reading(name) as file:
         return int(pq.ParquetFile(file).metadata.num_rows)
 

@@ -8,6 +8,7 @@ that was overtaken does nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -27,10 +28,16 @@ from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.values import arrow_type
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
+LOG = "_delta_log"
+"""The folder of a table's log."""
+
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
 # A statement's number must not be that of the next one in the session.
 _RESET = "spark.databricks.delta.write.txnVersion.autoReset.enabled"
+
+_COMMIT = re.compile(r"\d{20}\.(json|checkpoint\..+)")
+"""Files of a table's log without which there is no table: the folder is made first."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +246,8 @@ class DeltaTable:
 
 
 def has_log(layout: Layout, target: Target) -> bool:
-    """Whether a path table is there."""
-    return bool((layout.place(target) / "_delta_log").names())
+    """Whether a path table is there, and not only begun."""
+    return any(map(_COMMIT.fullmatch, (layout.place(target) / LOG).names()))
 
 
 def _text(value: str) -> str:

@@ -30,6 +30,15 @@ class Part:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
+def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Parts whose order does not matter, one for all files that are read alike: a plan grows with every part."""
+    found: dict[tuple[tuple[str, Any], ...], tuple[str, ...]] = {}
+    for part in parts:
+        alike = tuple(part.constants.items())
+        found[alike] = found.get(alike, ()) + part.files
+    return tuple(Part(files, dict(alike)) for alike, files in found.items())
+
+
 @dataclass(frozen=True)
 class Alteration:
     """A change of a table's columns, which is made unless it has been.

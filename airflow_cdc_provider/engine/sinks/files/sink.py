@@ -234,8 +234,7 @@ class FilesSink(LakeRecord):
         """See :meth:`.base.Sink.replace`."""
         contents = self._contents(epoch)
         if before is None:
-            self._refuse_anothers(target)
-            self._check_target(target, None, False, None)
+            self._check([target], {})
         shape = shape_of(contents, folder_of(target))
         if keys is None:
             shape = shape.anew(target.table, self.format)

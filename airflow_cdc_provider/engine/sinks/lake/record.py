@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,7 +36,7 @@ FOLDER = "_airflow_cdc"
 
 _STORE = "store.id"  # no pipeline's name has a dot
 
-_PATIENCE = 30.0  # seconds, far more than a step takes that goes on
+_PATIENCE = 30.0  # seconds. A step of large tables may take longer; who does it, too, then wastes work, and no more
 _LOOK_SECONDS = 0.2
 
 _locks: defaultdict[Place, threading.RLock] = defaultdict(threading.RLock)
@@ -83,6 +83,16 @@ class LakeRecord:
         :raises GateClosed: likewise.
         """
         raise NotImplementedError
+
+    def _known_as(self, schema: str, name: str) -> Hashable:
+        """By what the store tells a target from others."""
+        return schema, name
+
+    def _require_apart(self, targets: Sequence[Target]) -> None:
+        """Refuse targets of the pipeline that the store takes for one.
+
+        :raises ConfigError: naming two.
+        """
 
     def _create(self, targets: Sequence[Target]) -> None:
         """Make what targets need before the record tells of them: empty tables, or nothing. Idempotent."""
@@ -238,9 +248,7 @@ class LakeRecord:
     ) -> None:
         """See :meth:`.base.Sink.prepare`."""
         self.root.require_create()
-        for target in targets:
-            self._refuse_anothers(target)
-            self._check_target(target, None, target.table.label in ours, start)
+        self._check(targets, {}, start, ours)
         begun = SecondWriter(
             f"another run has provisioned pipeline {self.pipeline} meanwhile",
             "Nothing to do if the other run is meant; otherwise stop it and start again.",
@@ -263,17 +271,11 @@ class LakeRecord:
         :raises CdcError: as :meth:`.base.Sink.prepare`.
         """
         head = self._log.head()
-        recorded = {} if head is None else changes.targets_of(head.contents)
-        for target in targets:
-            self._refuse_anothers(target)
-            self._check_target(target, recorded.get(target.table.label), False, None)
+        self._check(targets, {} if head is None else changes.targets_of(head.contents))
 
     def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
         """See :meth:`.base.Sink.add`."""
-        recorded = changes.targets_of(self._contents(epoch))
-        for target in targets:
-            self._refuse_anothers(target)
-            self._check_target(target, recorded.get(target.table.label), False, None)
+        self._check(targets, changes.targets_of(self._contents(epoch)))
         self._create(targets)
         failpoint("before-plan")
 
@@ -293,9 +295,7 @@ class LakeRecord:
     ) -> None:
         """See :meth:`.base.Sink.restart`."""
         recorded = changes.targets_of(self._contents(epoch))
-        for target in targets:
-            self._refuse_anothers(target)
-            self._check_target(target, recorded.get(target.table.label), False, start)
+        self._check(targets, recorded, start)
         if rehearsal:
             return
         self._create([target for target in targets if target.table.label not in recorded])
@@ -355,7 +355,10 @@ class LakeRecord:
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.base.Sink.missing`. As targets are what they are by all that has been decided, that is carried
         out first: a part that enters a run looks for them before it reads where the record ends."""
-        self.end_sessions()
+        head = self.head()
+        step = None if head is None else changes.step_of(head.contents)
+        if head is not None and step is not None and not self._is_done_by_another(step):
+            self._completed(head)
         return self._missing(self._log.head(), targets)
 
     def drop(self) -> None:
@@ -406,6 +409,25 @@ class LakeRecord:
             )
         return True
 
+    def _check(
+        self,
+        targets: Sequence[Target],
+        recorded: Mapping[str, Target],
+        start: int | None = None,
+        ours: Collection[str] = (),
+    ) -> None:
+        """Refuse targets that are not there for this pipeline; touch nothing.
+
+        :param recorded: by label; tables stay beside those of ``targets``, unless all begin.
+        :param start: where the slot begins; ``None`` for tables that join a running pipeline.
+        :param ours: labels of targets that are known to be the pipeline's, although no record says so.
+        """
+        staying = recorded if start is None else {}
+        self._require_apart(list({**staying, **{target.table.label: target for target in targets}}.values()))
+        for target in targets:
+            self._refuse_anothers(target)
+            self._check_target(target, recorded.get(target.table.label), target.table.label in ours, start)
+
     def _refuse_anothers(self, target: Target) -> None:
         """Refuse a target, with rows or without, into which another pipeline copies."""
         for pipeline in (self.root / FOLDER).names():
@@ -413,7 +435,8 @@ class LakeRecord:
                 continue
             head = Log(self.root / FOLDER / pipeline / "log").head()
             tables = head.contents.get("tables", {}).values() if head is not None else ()
-            if any((table["schema"], table["name"]) == (target.schema, target.name) for table in tables):
+            own = self._known_as(target.schema, target.name)
+            if any(self._known_as(table["schema"], table["name"]) == own for table in tables):
                 raise ForeignTable(
                     f"the target table {target.schema}.{target.name} belongs to pipeline {pipeline!r}",
                     "Give this pipeline another target schema (`sink.schema`); or, if the other one is not needed any"

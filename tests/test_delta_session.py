@@ -1,0 +1,42 @@
+"""The Spark that a Delta sink starts where none runs, as under ``verify``, ``maintain`` and ``resnapshot``."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from pyspark.sql import SparkSession
+
+from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.session import DEFAULTS
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
+from airflow_cdc_provider.engine.sinks.delta.spark import session
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+OWN = {"spark.master": "local[1]", "spark.ui.enabled": "false", "spark.speculation": "true"}
+SECRETS = {"spark.hadoop.fs.s3a.secret.key": "s3cret", "spark.sql.catalog.unity.token": "s3cret"}
+
+
+def started_without_delta() -> tuple[dict[str, str | None], str]:
+    """What the Spark has that is started, and what is said of it."""
+    with pytest.raises(SparkUnusable):
+        session(OWN)
+    spark = SparkSession._instantiatedSession
+    assert spark is not None
+    found = {name: spark.sparkContext.getConf().get(name) for name in DEFAULTS}
+    with pytest.raises(SparkUnusable) as refused:
+        session(dict(DeltaSettings("").spark_conf) | SECRETS)
+    spark.stop()
+    return found, refused.value.solution
+
+
+def test_a_spark_has_the_engine_s_defaults_and_one_without_delta_is_refused_without_secrets() -> None:
+    # In a process of its own: a JVM that has had Delta once, keeps it.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found, solution = pool.submit(started_without_delta).result()
+    assert found == DEFAULTS | {"spark.speculation": "true"}
+    assert "s3cret" not in solution
+    assert "spark.jars.packages=io.delta:" in solution
+    assert "spark.sql.catalog.spark_catalog=" in solution

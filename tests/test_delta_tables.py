@@ -1,0 +1,99 @@
+"""Delta tables whose making was cut off, and what Spark is started with and says, on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+
+from airflow_cdc_provider.engine.errors import ConfigError, StreamFailed
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target
+from airflow_cdc_provider.engine.sinks.delta import spark as delta_spark
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
+from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+from tests.delta_spark import delta_session
+from tests.sink_contract import IDENTITY, ORIGIN, TARGET, WATERMARK, WHOLE, text
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    with delta_session() as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else makes tables here."""
+    monkeypatch.setattr(delta_spark, "_PAUSE_SECONDS", 0)
+
+
+def prepared(root: Path, target: Target = TARGET, catalog: str | None = None) -> tuple[DeltaSink, int]:
+    sink = DeltaSettings(str(root), catalog).open("p")
+    assert isinstance(sink, DeltaSink)
+    sink.prepare([target], [WHOLE], IDENTITY, 100)
+    return sink, sink.take_epoch("test")
+
+
+def copy(sink: DeltaSink, epoch: int, target: Target = TARGET) -> int | None:
+    columns = [text("1"), text("a"), text("1.50")]
+    rows = pa.RecordBatch.from_arrays(columns, names=["id", "note", "amount"])
+    written = sink.write_chunk(epoch, target, WHOLE, ORIGIN, iter([rows]), lambda: WATERMARK)
+    return sink.commit_chunks(epoch, [CopiedChunk(target, WHOLE, ORIGIN, written)])[0]
+
+
+@pytest.mark.parametrize("left", ["", f".{0:020}.json.0e7b.tmp"])
+def test_a_table_whose_making_was_cut_off_is_made(spark: SparkSession, tmp_path: Path, left: str) -> None:
+    sink, epoch = prepared(tmp_path)
+    log = tmp_path / "copy" / "Ord ers" / "_delta_log"
+    log.mkdir(parents=True)
+    if left:
+        (log / left).touch()
+    assert not sink.is_there(TARGET)
+    assert copy(sink, epoch) == 1
+    assert [batch.num_rows for batch in sink.rows(TARGET)] == [1]
+    assert sink.missing([TARGET]) == ()
+
+
+def test_the_folder_of_others_is_left_alone(spark: SparkSession, tmp_path: Path) -> None:
+    sink, epoch = prepared(tmp_path)
+    folder = tmp_path / "copy" / "Ord ers"
+    folder.mkdir(parents=True)
+    (folder / "theirs.parquet").touch()
+    with pytest.raises(StreamFailed) as refused:
+        copy(sink, epoch)
+    assert str(folder) in refused.value.solution
+    assert [path.name for path in folder.iterdir()] == ["theirs.parquet"]
+    (folder / "theirs.parquet").unlink()
+    assert sink.missing([TARGET]) == ()
+    assert sink.record().unfinished == ()  # type: ignore[union-attr]
+
+
+def test_a_table_that_the_catalog_does_not_know_can_be_made_known(spark: SparkSession, tmp_path: Path) -> None:
+    spark.sql(f"CREATE SCHEMA copy LOCATION '{tmp_path}/copy'")
+    try:
+        target = replace(TARGET, name="t")
+        sink, epoch = prepared(tmp_path, target, "spark_catalog")
+        spark.sql(f"CREATE TABLE delta.`{tmp_path}/copy/t` (id BIGINT, note STRING, amount DECIMAL(10,2)) USING delta")
+        with pytest.raises(StreamFailed, match=f"{tmp_path}/copy/t") as refused:
+            copy(sink, epoch, target)
+        assert "CREATE TABLE `spark_catalog`.`copy`.`t` USING delta LOCATION" in refused.value.solution
+        spark.sql(f"CREATE TABLE `spark_catalog`.`copy`.`t` USING delta LOCATION '{tmp_path}/copy/t'")
+        assert sink.missing([target]) == ()
+        assert [batch.num_rows for batch in sink.rows(target)] == [1]
+    finally:
+        spark.sql("DROP SCHEMA copy CASCADE")
+
+
+def test_a_condition_that_fails_on_a_row_is_refused_as_one_that_cannot_be_read(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    sink, epoch = prepared(tmp_path)
+    copy(sink, epoch)
+    with pytest.raises(ConfigError, match="DIVIDE_BY_ZERO"):
+        sink.matching_keys(TARGET, "1 / (id - 1) > 0")
