@@ -35,6 +35,7 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.mysql import record
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
@@ -623,6 +624,25 @@ def test_an_epoch_of_a_record_that_is_gone_is_refused(mariadb: MariadbServer) ->
     query(mariadb, "DROP DATABASE airflow_cdc")
     with pytest.raises(GateClosed, match="no commit record of pipeline p any more"):
         sink.take_epoch("late")
+
+
+@pytest.mark.parametrize("created", range(len(record._RECORD_TABLES)))
+def test_a_record_whose_tables_are_being_created_is_none_yet(mariadb: MariadbServer, created: int) -> None:
+    """By another pipeline right now, or by one that died at it: each statement of DDL commits by itself."""
+    query(mariadb, "CREATE DATABASE airflow_cdc")
+    for name, body in list(record._RECORD_TABLES.items())[:created]:
+        query(mariadb, f"CREATE TABLE airflow_cdc.{name} ({body})")
+    assert MysqlSink(mariadb.dsn, "p", "mirror").record() is None
+    sink, _ = prepared(mariadb)
+    assert sink.record() is not None
+
+
+@pytest.mark.parametrize("lost", record._RECORD_NAMES)
+def test_a_record_that_has_lost_a_table_is_refused(mariadb: MariadbServer, lost: str) -> None:
+    sink, _ = prepared(mariadb)
+    query(mariadb, f"DROP TABLE airflow_cdc.{lost}")
+    with pytest.raises(GateClosed, match=f"not whole: it lacks {lost}$"):
+        sink.record()
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,8 @@ from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, se
 from airflow_cdc_provider.engine.sinks.mysql.targets import MysqlTargets
 from airflow_cdc_provider.engine.visibility import Snapshot
 
+# Each is created by a statement that commits by itself. "pipelines" comes last: where it is, the others are.
 _RECORD_TABLES = {
-    "pipelines": "pipeline VARCHAR(64) NOT NULL PRIMARY KEY, epoch BIGINT NOT NULL, owner TEXT NOT NULL,"
-    " applied_lsn BIGINT UNSIGNED NOT NULL, source LONGTEXT NOT NULL,"
-    " updated_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)",
     "tables": "pipeline VARCHAR(64) NOT NULL, source_table VARCHAR(160) NOT NULL, target_schema VARCHAR(64) NOT NULL,"
     " target_table VARCHAR(64) NOT NULL, definition LONGTEXT NOT NULL, shape LONGTEXT NOT NULL,"
     " PRIMARY KEY (pipeline, source_table)",
@@ -36,6 +34,9 @@ _RECORD_TABLES = {
     " definition LONGTEXT NOT NULL, reread BOOLEAN NOT NULL, PRIMARY KEY (pipeline, source_table)",
     "deposits": "pipeline VARCHAR(64) NOT NULL, name VARCHAR(160) NOT NULL, number INT NOT NULL,"
     " fragment LONGBLOB NOT NULL, PRIMARY KEY (pipeline, name, number)",
+    "pipelines": "pipeline VARCHAR(64) NOT NULL PRIMARY KEY, epoch BIGINT NOT NULL, owner TEXT NOT NULL,"
+    " applied_lsn BIGINT UNSIGNED NOT NULL, source LONGTEXT NOT NULL,"
+    " updated_at DATETIME(6) NOT NULL DEFAULT CURRENT_TIMESTAMP(6)",
 }
 _RECORD_NAMES = ("pipelines", "tables", "chunks", "pending")
 _SESSIONS = (
@@ -74,8 +75,8 @@ class MysqlRecord(MysqlTargets):
         """See :meth:`.base.Sink.record`."""
         with self._session() as opened:
             lacking = [name for name in _RECORD_NAMES if not opened.exists("airflow_cdc", name)]
-            if len(lacking) == len(_RECORD_NAMES):
-                return None
+            if "pipelines" in lacking and not self._left_behind(opened, set(_RECORD_NAMES).difference(lacking)):
+                return None  # or another pipeline is creating them right now
             if lacking:
                 raise GateClosed(
                     f"the commit record in {self._place} is not whole: it lacks {', '.join(lacking)}",
@@ -104,6 +105,13 @@ class MysqlRecord(MysqlTargets):
             identity=json.loads(identity),
             targets=tuple(targets.values()),
             chunks=tuple(_chunk_record(*chunk) for chunk in chunks),
+        )
+
+    def _left_behind(self, opened: Session, names: Collection[str]) -> bool:
+        """Whether any of these record tables has rows of the pipeline."""
+        return any(
+            opened.rows(f"SELECT 1 FROM airflow_cdc.{name} WHERE pipeline = %s LIMIT 1", [self.pipeline])
+            for name in names
         )
 
     def _targets(self, opened: Session) -> dict[str, Target]:

@@ -64,7 +64,10 @@ CREATE TABLE IF NOT EXISTS airflow_cdc.chunks (
 );
 """
 
-_RECORD_NAMES = ("airflow_cdc.pipelines", "airflow_cdc.tables", "airflow_cdc.chunks")
+_RECORD_NAMES = ("pipelines", "tables", "chunks")
+_PRESENT = """
+SELECT relname::text FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'airflow_cdc'
+"""
 
 LOCK_SECONDS = 60.0
 """How long a transaction in the sink waits for a lock."""
@@ -260,7 +263,9 @@ class PostgresRecord:
     def record(self) -> Record | None:
         """See :meth:`.base.CommitRecord.record`."""
         with self._transaction() as connection:
-            lacking = [name for name in _RECORD_NAMES if scalar(connection, "SELECT to_regclass(%s)", [name]) is None]
+            # Looked up at once: another pipeline may be creating them right now.
+            present = {name for (name,) in rows(connection, _PRESENT)}
+            lacking = [f"airflow_cdc.{name}" for name in _RECORD_NAMES if name not in present]
             if len(lacking) == len(_RECORD_NAMES):
                 return None
             if lacking:
