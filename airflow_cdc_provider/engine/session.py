@@ -139,13 +139,17 @@ def engine_zip(directory: Path) -> Path:
 
 
 def check_executors(spark: SparkSession) -> None:
-    """Run a task that looks for what the engine needs.
+    """Run a task that looks for what the engine needs, unless executors are of this machine and this Python.
 
     :raises SparkUnusable: naming what is missing.
     """
     context = spark.sparkContext
-    slots = max(1, min(8, context.defaultParallelism))
-    missing = context.parallelize(range(slots), slots).flatMap(_import_check(_LIBRARIES)).distinct().collect()
+    check = _import_check(_LIBRARIES)
+    if str(context.master).startswith("local") and context.pythonExec == sys.executable:
+        missing = set(check(0))
+    else:
+        slots = max(1, min(8, context.defaultParallelism))
+        missing = set(context.parallelize(range(slots), slots).flatMap(check).collect())
     if missing:
         raise SparkUnusable(
             f"Spark's executors on {context.master} lack: {', '.join(sorted(missing))}",

@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
 from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Target
+from airflow_cdc_provider.engine.workers import settle
 
 END = (1 << 63) - 1
 """Beyond every LSN."""
@@ -81,6 +82,7 @@ class Stage:
                 except DRIVER_ERRORS as e:
                     message = driver_failure(e, "staging")
                 yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
+        settle()
 
     def _decode(self, packed: bytes, deposit: str | None) -> tuple[list[Changes], int]:
         """The changes of a piece, and the commit record of the transaction that is open at its start, or 0."""
