@@ -55,6 +55,10 @@ SPARK_CONF = {
     "spark.sql.shuffle.partitions": "1",
 }
 
+# For streams that live long beside the matter of a test: each batch, and each heartbeat is one, takes a tenth of a
+# second of a core.
+UNHURRIED = {"trigger": "1 second", "heartbeat": "3 seconds"}
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.run import sink_of
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest, transaction
+from tests.pipelines import UNHURRIED, PipelineUnderTest, transaction
 from tests.threads import Stoppable
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1500)]
@@ -126,7 +126,7 @@ class Backfilled:
 
 @pytest.fixture
 def backfilled(airflow: AirflowUnderTest, client: Client, databases: Databases, tmp_path: Path) -> Iterator[Backfilled]:
-    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], stream=UNHURRIED)
     pipeline.source(*TABLE)
     pipeline.provision()
     pipeline.copy()

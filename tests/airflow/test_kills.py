@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.submission import Submission, read
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest, transaction
+from tests.pipelines import UNHURRIED, PipelineUnderTest, transaction
 from tests.threads import Stoppable
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
@@ -186,7 +186,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
         databases,
         ["public.t"],
         snapshot={"chunk_rows": 25, "parallelism": 1},
-        stream={"restart": {"strategy": "fixed-delay", "attempts": 1000, "delay": "1 second"}},
+        stream={**UNHURRIED, "restart": {"strategy": "fixed-delay", "attempts": 1000, "delay": "1 second"}},
     )
     under_test.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, body text)",

@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.submission import read_all
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest
+from tests.pipelines import UNHURRIED, PipelineUnderTest
 from tests.threads import Stoppable
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
@@ -73,7 +73,7 @@ class Writer(Stoppable):
 @pytest.fixture
 def pipeline(airflow: AirflowUnderTest, client: Client, databases: Databases, tmp_path: Path) -> PipelineUnderTest:
     """A pipeline that nothing has been copied of, and Dags for it; scheduled runs take it, too."""
-    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], stream=UNHURRIED)
     pipeline.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, body text)",
         "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 200) n",
