@@ -16,6 +16,7 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE, DeltaSettings
+from tests.class_archive import ARCHIVE, JVM_OPTIONS
 
 
 def delta_jars() -> str:
@@ -41,7 +42,7 @@ def delta_conf() -> dict[str, str]:
         # For a handful of rows, compiling costs more than it saves.
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.driver.extraJavaOptions": f"{JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}",
         "spark.python.unix.domain.socket.enabled": "true",
     }
 

@@ -52,6 +52,7 @@ SECONDS = 120.0
 SPARK_CONF = {
     "spark.ui.enabled": "false",
     "spark.driver.extraJavaOptions": f"{JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}",
+    "spark.executor.extraJavaOptions": JVM_OPTIONS,
     "spark.sql.shuffle.partitions": "1",
 }
 

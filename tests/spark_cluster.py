@@ -18,6 +18,7 @@ import pyspark
 import pytest
 
 from airflow_cdc_provider.demo.servers import await_condition, end_guard, find_free_port, start_guard
+from tests.class_archive import JVM_OPTIONS
 
 PACKAGE = "airflow_cdc_provider"
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -93,7 +94,12 @@ def spark_process(name: str, directory: Path, *arguments: str, **environment: st
     inherited = {
         key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))
     }
-    settings = {"SPARK_HOME": str(SPARK_HOME), "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_DAEMON_MEMORY": "256m"}
+    settings = {
+        "SPARK_HOME": str(SPARK_HOME),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_DAEMON_MEMORY": "256m",
+        "SPARK_DAEMON_JAVA_OPTS": JVM_OPTIONS,
+    }
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             [SPARK_HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],

@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.reading import Read, SnapshotReader, plan_read
 from airflow_cdc_provider.engine.reread import adopt, insist, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Record, Sink, Target
+from airflow_cdc_provider.engine.workers import settle
 
 _POLL_SECONDS = 1.0
 
@@ -248,7 +249,9 @@ def write_chunk(task: ChunkTask) -> Any:
         finally:
             reader.close()
 
-    return _with_errors_returned(task, write)
+    written = _with_errors_returned(task, write)
+    settle()
+    return written
 
 
 def commit_chunks(written: Sequence[Written]) -> int | CdcError:

@@ -11,7 +11,7 @@ def settle() -> None:
     """Keep what the worker has imported out of garbage collection; called at the end of its tasks.
 
     Spark collects in full after each task (``pyspark.daemon``). That visits all objects, most of which are of modules
-    that stay, and takes longer than a small batch does itself.
+    that stay, and takes longer than a small batch or chunk does itself.
     """
     global _settled
     if not _settled:

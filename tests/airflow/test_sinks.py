@@ -17,7 +17,7 @@ from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest
 from tests.conftest import Databases
 from tests.delta_spark import delta_jars
-from tests.pipelines import PipelineUnderTest
+from tests.pipelines import SPARK_CONF, UNHURRIED, PipelineUnderTest
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
@@ -52,7 +52,7 @@ def pipeline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[PipelineUnderTest]:
     """A pipeline into the stores that the demo would start, whose addresses Airflow alone has, as connections."""
-    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 400})
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 400}, stream=UNHURRIED)
     pipeline.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, name text, price numeric(10,2), at timestamptz, big text)",
         "INSERT INTO public.t SELECT n, 'name ' || n, n / 7.0, now(),"
@@ -67,7 +67,7 @@ def pipeline(
             for name, uri in warehouse.connections.items():
                 monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for us; Airflow runs already, and has its own
                 connect(client, ended, name, uri)
-        pipeline.change(sink=sinks, spark={"conf": jars})
+        pipeline.change(sink=sinks, spark={"conf": {**SPARK_CONF, **jars}})
         shown = airflow.pipelines / "sinks.yaml"
         shown.symlink_to(pipeline.file)
         ended.callback(shown.unlink)
