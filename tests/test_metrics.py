@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,16 @@ import pytest
 from airflow_cdc_provider.engine import commands, metrics, run, session
 from airflow_cdc_provider.engine.config import MetricsSettings
 from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.grid import Place, chunk_grid, ranges
+from airflow_cdc_provider.engine.grid import Place, chunk_grid, places, ranges
 from airflow_cdc_provider.engine.history import read_history
 from airflow_cdc_provider.engine.ledger import read_grid
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.metrics import require_client, serving
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk
+from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest
+from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.scrape import scrape
 from tests.streaming import Streaming
 
@@ -74,7 +77,7 @@ def test_a_snapshot_and_a_stream_report(pipeline: PipelineUnderTest, monkeypatch
     def look(command: str, progress: Mapping[str, Any]) -> None:
         a, b = read_grid(state)
         assert (a["chunks"], b["chunks"]) == (CHUNKS - 1, 1)
-        assert len(progress["running_chunks"]) <= pipeline.pipeline.snapshot.parallelism
+        assert not places(progress["running_chunks"]) & places(progress["finished_chunks"])
         assert (progress["eta_seconds"] is None) == (progress["finished"] == 0)
         seen.append(a)
 
@@ -117,6 +120,30 @@ def test_a_snapshot_and_a_stream_report(pipeline: PipelineUnderTest, monkeypatch
     assert (last["retained_bytes"] > 0, last["lag_bytes"] >= 0, last["lag_seconds"] >= 0) == (True, True, True)
     with pytest.raises(OSError, match="refused"):
         scrape(part.metrics_port)
+
+
+def test_chunks_that_wait_for_their_commit_are_shown_as_running(
+    pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are read while a slow sink commits the first."""
+    monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext(_LocalSpark()))
+    monkeypatch.setattr(session, "outliving", lambda _: nullcontext())
+    pipeline.provision()
+    all_shown, commit = Event(), PostgresSink.commit_chunks
+
+    def held(sink: PostgresSink, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
+        assert all_shown.wait(SECONDS)
+        return commit(sink, epoch, copied)
+
+    def look(command: str, progress: Mapping[str, Any]) -> None:
+        if not all_shown.is_set():
+            assert progress["finished"] == 0
+        if len(places(progress["running_chunks"])) == CHUNKS:
+            all_shown.set()
+
+    monkeypatch.setattr(PostgresSink, "commit_chunks", held)
+    copied = commands.snapshot(pipeline.pipeline, report=look)
+    assert (copied["finished"], copied["rows"]) == (CHUNKS, 50 * CHUNKS)
 
 
 def test_an_address_in_use_ends_no_job_and_a_missing_package_is_told(
