@@ -9,16 +9,18 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import fsspec
 import pytest
+import requests
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, Failpoint, MissingPrivilege
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.preflight import preflight
 from airflow_cdc_provider.engine.sinks.lake import hdfs as hdfs_module
-from airflow_cdc_provider.engine.sinks.lake.hdfs import Hdfs
+from airflow_cdc_provider.engine.sinks.lake.hdfs import BrokenOff, Hdfs
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from tests.audited import AUDITED, writing
 from tests.conftest import Databases
@@ -83,6 +85,29 @@ def test_a_file_that_is_replaced_is_read_whole(place: Place) -> None:
         done.set()
         assert reading.result() <= set(contents)
     assert place.files() == ["x"]
+
+
+@pytest.mark.parametrize("times", [1, 4, 5])
+def test_an_answer_that_breaks_off_is_asked_for_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """As a DataNode does when the file that it reads is replaced; not for ever, as it may be broken."""
+    place.create("x", b"content")
+    session = place._located[0].session
+    get, asked = session.get, []
+
+    def breaking(url: str) -> requests.Response:
+        asked.append(url)
+        if len(asked) <= times:
+            raise BrokenOff("in the middle")
+        return cast(requests.Response, get(url))
+
+    monkeypatch.setattr(session, "get", breaking)
+    if times < 5:
+        assert place.read("x") == b"content"
+    else:
+        with pytest.raises(ConnectionFailed, match="in the middle"):
+            place.read("x")
 
 
 def test_what_is_there_of_a_file(place: Place) -> None:

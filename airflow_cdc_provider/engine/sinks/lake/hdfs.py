@@ -6,7 +6,7 @@ is written under another name beside its own, which it then gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -21,11 +21,17 @@ from airflow_cdc_provider.engine.sinks.lake.place import beside
 _SECONDS = 60.0
 """How long an answer is waited for; by itself, requests would for ever."""
 
+_READINGS = 5
+
 _KINDS = {
     "FileNotFoundException": FileNotFoundError,
     "AccessControlException": PermissionError,
     "SecurityException": PermissionError,
 }
+
+
+class BrokenOff(OSError):
+    """An answer that ended before its end, or an error of a DataNode or NameNode that is no refusal."""
 
 
 class Hdfs(WebHDFS):  # type: ignore[misc]
@@ -71,8 +77,17 @@ class Hdfs(WebHDFS):  # type: ignore[misc]
         self.session.put(self._apply_proxy(location), data=value, headers=headers)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Read a file by one request, so that it is of one length and content if it is replaced meanwhile."""
+        """Read a file by one request, so that it is of one length and content if it is replaced meanwhile.
+
+        A DataNode that has lost what it reads, because it was replaced, breaks off: then it is read from the beginning.
+        """
         bounds = {"offset": start or 0} | ({} if end is None else {"length": end - (start or 0)})
+        for _reading in range(_READINGS - 1):
+            with suppress(BrokenOff):
+                return self._read(path, bounds)
+        return self._read(path, bounds)
+
+    def _read(self, path: str, bounds: Mapping[str, int]) -> bytes:
         answer = self._call("OPEN", path=path, redirect=False, **bounds)
         if "Location" in answer.headers:
             answer = self.session.get(self._apply_proxy(answer.headers["Location"]))
@@ -105,12 +120,14 @@ def _answer(request: Callable[..., requests.Response], method: str, url: str, **
     try:
         answer = request(method=method, url=url, timeout=_SECONDS, **given)
     except requests.RequestException as e:
-        raise OSError(f"no answer from {urlsplit(url).netloc} ({type(e).__name__})") from None
+        broken = isinstance(e, requests.exceptions.ChunkedEncodingError)
+        said = f"no answer from {urlsplit(url).netloc} ({type(e).__name__})"
+        raise (BrokenOff if broken else OSError)(said) from None
     if answer.status_code < 400:
         return answer
     try:
         remote = answer.json()["RemoteException"]
-        kind, message = _KINDS.get(remote["exception"], OSError), str(remote["message"]).partition("\n")[0]
+        kind, message = _KINDS.get(remote["exception"], BrokenOff), str(remote["message"]).partition("\n")[0]
     except (ValueError, KeyError, TypeError):
         kind = PermissionError if answer.status_code == 401 else OSError
         message = f"HTTP {answer.status_code} {answer.reason} from {urlsplit(url).netloc}"
