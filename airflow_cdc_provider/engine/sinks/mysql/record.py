@@ -56,6 +56,15 @@ def create_record_tables(session: Session) -> None:
         session.run(f"CREATE TABLE IF NOT EXISTS airflow_cdc.sessions ({_SESSIONS}) ENGINE=MEMORY {options}")
 
 
+def _lacking(opened: Session) -> list[str]:
+    return [name for name in _RECORD_NAMES if not opened.exists("airflow_cdc", name)]
+
+
+def _left_behind(opened: Session, names: Collection[str]) -> bool:
+    """Whether any of these record tables has rows, of whatever pipeline: all tables were there when they came."""
+    return any(opened.rows(f"SELECT 1 FROM airflow_cdc.{name} LIMIT 1") for name in names)
+
+
 @dataclass(frozen=True)
 class MysqlRecord(MysqlTargets):
     """A pipeline's commit record on a MySQL server."""
@@ -74,10 +83,10 @@ class MysqlRecord(MysqlTargets):
     def record(self) -> Record | None:
         """See :meth:`.base.Sink.record`."""
         with self._session() as opened:
-            lacking = [name for name in _RECORD_NAMES if not opened.exists("airflow_cdc", name)]
-            if "pipelines" in lacking and not self._left_behind(opened, set(_RECORD_NAMES).difference(lacking)):
-                return None  # or another pipeline is creating them right now
-            if lacking:
+            lacking = _lacking(opened)
+            if "pipelines" in lacking and not _left_behind(opened, set(_RECORD_NAMES).difference(lacking)):
+                return None  # or another run is creating them right now
+            if lacking and (lacking := _lacking(opened)):  # by now it may have
                 raise GateClosed(
                     f"the commit record in {self._place} is not whole: it lacks {', '.join(lacking)}",
                     "Restore the database airflow_cdc from a backup of the sink. Without one, drop that database, and"
@@ -105,13 +114,6 @@ class MysqlRecord(MysqlTargets):
             identity=json.loads(identity),
             targets=tuple(targets.values()),
             chunks=tuple(_chunk_record(*chunk) for chunk in chunks),
-        )
-
-    def _left_behind(self, opened: Session, names: Collection[str]) -> bool:
-        """Whether any of these record tables has rows of the pipeline."""
-        return any(
-            opened.rows(f"SELECT 1 FROM airflow_cdc.{name} WHERE pipeline = %s LIMIT 1", [self.pipeline])
-            for name in names
         )
 
     def _targets(self, opened: Session) -> dict[str, Target]:

@@ -66,7 +66,8 @@ CREATE TABLE IF NOT EXISTS airflow_cdc.chunks (
 
 _RECORD_NAMES = ("pipelines", "tables", "chunks")
 _PRESENT = """
-SELECT relname::text FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname = 'airflow_cdc'
+SELECT relname::text FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace
+WHERE nspname = 'airflow_cdc' AND relname = ANY (%s)
 """
 
 LOCK_SECONDS = 60.0
@@ -264,7 +265,7 @@ class PostgresRecord:
         """See :meth:`.base.CommitRecord.record`."""
         with self._transaction() as connection:
             # Looked up at once: another pipeline may be creating them right now.
-            present = {name for (name,) in rows(connection, _PRESENT)}
+            present = {name for (name,) in rows(connection, _PRESENT, [list(_RECORD_NAMES)])}
             lacking = [f"airflow_cdc.{name}" for name in _RECORD_NAMES if name not in present]
             if len(lacking) == len(_RECORD_NAMES):
                 return None
