@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from airflow_cdc_provider.engine import workers
+from airflow_cdc_provider.engine import commands, workers
+from airflow_cdc_provider.engine.errors import Fenced
 from airflow_cdc_provider.engine.source import PiecePartition, SlotStreamReader
 from airflow_cdc_provider.engine.stage import Stage
+from tests.conftest import Databases
+from tests.pipelines import PipelineUnderTest, copy_chunk_of
 
 
 @pytest.fixture(autouse=True)
 def new_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(workers, "_settled", False)
+    monkeypatch.setattr(workers, "_spared", False)
+    gc.unfreeze()  # what a test before has spared in this process
     yield
     gc.unfreeze()
 
@@ -38,3 +43,14 @@ def test_what_a_worker_has_imported_is_no_garbage(task: Any) -> None:
     assert spared > len(modules) / 2
     task()
     assert gc.get_freeze_count() == spared
+
+
+def test_a_chunk_that_fails_leaves_its_traceback_to_be_collected(databases: Databases, tmp_path: Path) -> None:
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)", "INSERT INTO public.t VALUES (1)")
+    epoch = int(commands.provision(pipeline.pipeline)["epoch"])
+    (chunk,) = pipeline.record.unfinished
+    assert isinstance(copy_chunk_of(pipeline.pipeline, chunk, epoch - 1), Fenced)
+    assert gc.get_freeze_count() == 0
+    assert copy_chunk_of(pipeline.pipeline, chunk, epoch) == 1
+    assert gc.get_freeze_count() > 0

@@ -82,7 +82,8 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
         ) from e
     try:
         with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
-            check_executors(spark)
+            # Before a job no task is spent on what this process sees as well.
+            check_executors(spark, thoroughly=command == "preflight")
             _ship_engine(spark.sparkContext, Path(directory))
             yield spark
     finally:
@@ -138,14 +139,15 @@ def engine_zip(directory: Path) -> Path:
     return path
 
 
-def check_executors(spark: SparkSession) -> None:
-    """Run a task that looks for what the engine needs, unless executors are of this machine and this Python.
+def check_executors(spark: SparkSession, thoroughly: bool = True) -> None:
+    """Have executors look for what the engine needs.
 
+    :param thoroughly: by a task of Spark, also where executors are of this machine and this Python.
     :raises SparkUnusable: naming what is missing.
     """
     context = spark.sparkContext
     check = _import_check(_LIBRARIES)
-    if str(context.master).startswith("local") and context.pythonExec == sys.executable:
+    if not thoroughly and str(context.master).startswith("local") and context.pythonExec == sys.executable:
         missing = set(check(0))
     else:
         slots = max(1, min(8, context.defaultParallelism))

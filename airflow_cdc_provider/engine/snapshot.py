@@ -33,7 +33,7 @@ from airflow_cdc_provider.engine.reading import Read, SnapshotReader, plan_read
 from airflow_cdc_provider.engine.reread import adopt, insist, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Record, Sink, Target
-from airflow_cdc_provider.engine.workers import settle
+from airflow_cdc_provider.engine.workers import spare_modules
 
 _POLL_SECONDS = 1.0
 
@@ -250,7 +250,8 @@ def write_chunk(task: ChunkTask) -> Any:
             reader.close()
 
     written = _with_errors_returned(task, write)
-    settle()
+    if not isinstance(written, CdcError):
+        spare_modules()
     return written
 
 

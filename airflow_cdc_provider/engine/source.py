@@ -49,7 +49,7 @@ from airflow_cdc_provider.engine.pgoutput import Piece
 from airflow_cdc_provider.engine.sinks.base import Sink
 from airflow_cdc_provider.engine.table import human_bytes
 from airflow_cdc_provider.engine.wal import WalReader
-from airflow_cdc_provider.engine.workers import settle
+from airflow_cdc_provider.engine.workers import spare_modules
 
 SCHEMA = "start string, end string, index int, piece binary, deposit string"
 
@@ -195,7 +195,7 @@ class SlotStreamReader(DataSourceStreamReader):
         """Yield the one row of a partition; runs on an executor."""
         assert isinstance(partition, PiecePartition)
         yield pa.RecordBatch.from_pylist([partition.row], schema=_ARROW)
-        settle()
+        spare_modules()
 
     def stop(self) -> None:
         if self._reader is not None:

@@ -24,7 +24,7 @@ from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
 from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Target
-from airflow_cdc_provider.engine.workers import settle
+from airflow_cdc_provider.engine.workers import spare_modules
 
 END = (1 << 63) - 1
 """Beyond every LSN."""
@@ -70,6 +70,7 @@ class Stage:
     before: int = END
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        failed = False
         for batch in batches:
             for row in batch.to_pylist():
                 message: StagedPiece | Misfit | Unplaced | CdcError
@@ -78,11 +79,12 @@ class Stage:
                 except _CannotPlace as e:
                     message = e.unplaced
                 except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
-                    message = e
+                    message, failed = e, True
                 except DRIVER_ERRORS as e:
-                    message = driver_failure(e, "staging")
+                    message, failed = driver_failure(e, "staging"), True
                 yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
-        settle()
+        if not failed:
+            spare_modules()
 
     def _decode(self, packed: bytes, deposit: str | None) -> tuple[list[Changes], int]:
         """The changes of a piece, and the commit record of the transaction that is open at its start, or 0."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 
-_settled = False
+_spared = False
 
 
-def settle() -> None:
-    """Keep what the worker has imported out of garbage collection; called at the end of its tasks.
+def spare_modules() -> None:
+    """Keep what the worker has imported out of garbage collection; called at the end of tasks that have gone well.
 
     Spark collects in full after each task (``pyspark.daemon``). That visits all objects, most of which are of modules
-    that stay, and takes longer than a small batch or chunk does itself.
+    that stay, and takes longer than a small batch or chunk does itself. After an error the traceback, and all that its
+    frames hold, would stay, too.
     """
-    global _settled
-    if not _settled:
+    global _spared
+    if not _spared:
         gc.freeze()
-        _settled = True
+        _spared = True
