@@ -43,7 +43,7 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
     return tuple(
         (
             Place(*dataset(pipeline.source.dsn, target.table.schema, target.table.name)),
-            Place(*branch.sink.dataset(target.schema, target.name)),
+            Place(*branch.sink.dataset(branch.name, target.schema, target.name)),
         )
         for branch in pipeline.branches
         for target in existing_record(branch).targets

@@ -28,13 +28,14 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.section import Section
+from airflow_cdc_provider.engine.sinks import changes
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout, require_apart, require_possible
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.work import Alteration, TableWork
-from airflow_cdc_provider.engine.sinks.lake import changes, record
+from airflow_cdc_provider.engine.sinks.lake import record
 from airflow_cdc_provider.engine.sinks.lake.path import folder
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.settings import Mode

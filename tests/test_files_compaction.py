@@ -18,15 +18,15 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, GateClosed
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.changes import Change
+from airflow_cdc_provider.engine.sinks.changes_record import Commit
 from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction
 from airflow_cdc_provider.engine.sinks.files.datafile import DataFile
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.files.writing import note_of
 from airflow_cdc_provider.engine.sinks.lake import log
-from airflow_cdc_provider.engine.sinks.lake.changes import Change
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN
 from airflow_cdc_provider.engine.sinks.lake.place import Place
-from airflow_cdc_provider.engine.sinks.lake.record import Commit
 from tests.files_sink import (
     AT,
     BODY,

@@ -27,12 +27,12 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, Target
+from airflow_cdc_provider.engine.sinks.changes import Change
+from airflow_cdc_provider.engine.sinks.changes_record import Commit
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.datafile import folder_of
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.changes import Change
 from airflow_cdc_provider.engine.sinks.lake.place import Place
-from airflow_cdc_provider.engine.sinks.lake.record import Commit
 from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from tests import sink_contract

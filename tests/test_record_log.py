@@ -23,10 +23,10 @@ from airflow_cdc_provider.engine.errors import (
     GateClosed,
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
+from airflow_cdc_provider.engine.sinks import changes
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.lake import changes
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents, Step
 from airflow_cdc_provider.engine.sinks.lake import log as log_module
-from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN, Head, Log
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord

@@ -97,6 +97,19 @@ class Section:
         """A value of this section as a section of its own."""
         return Section(self._full(name), value, self._environment, self._resolve)
 
+    def texts(self, key: str, *, secret: bool = False) -> tuple[tuple[str, str], ...]:
+        """The mapping of names to texts at a key, empty by default; variables of the environment stand in its values.
+
+        :param secret: no message may show the values.
+        """
+        self._known.add(key)
+        if key not in self._values:
+            return ()
+        section = self.inner(key, self._values.pop(key))
+        names = [str(name) for name in section._values]
+        section._values = {str(name): _spelled(value) for name, value in section._values.items()}
+        return tuple((name, section.take(name, as_text, secret=secret)) for name in names)
+
     def settings(self, key: str, kind: type[T], **checks: Callable[[object], Any]) -> T:
         """The mapping at a key as a dataclass with defaults for all its fields.
 
@@ -119,21 +132,35 @@ class Section:
         :param scheme: of the URIs.
         :param kind: what the connection must be, for messages: ``Postgres``.
         """
-        if "conn_id" in self._values and "dsn" in self._values:
-            raise ConfigError(
-                f"{self._path} has both dsn and conn_id",
-                f"Keep one of {self._full('dsn')} and {self._full('conn_id')}.",
-            )
-        if not self._resolve:
-            self._known |= {"conn_id", "dsn"}
-            if not (self._values.pop("conn_id", None) or self._values.pop("dsn", None)):
-                raise ConfigError(f"{self._full('dsn')} is missing from the pipeline file", "Add it, or a conn_id.")
-            return ""
-        if "conn_id" not in self._values:
-            self._known.add("conn_id")
+        found = self.connection("dsn", kind, lambda connection: check(connection_uri(connection, scheme)))
+        if found is None and self._resolve:
             return self.take("dsn", check, secret=True)  # it may hold a password
         self._known.add("dsn")
+        self._values.pop("dsn", None)
+        return found or ""
+
+    def connection(self, instead: str, kind: str, read: Callable[[str], T]) -> T | None:
+        """What is read from the Airflow connection that the section's ``conn_id`` names.
+
+        It is ``None`` where the section has no ``conn_id``, or connections are not resolved.
+
+        :param instead: the key that stands in its place; one of both must be there.
+        :param kind: what the connection must be, for messages: ``Postgres``.
+        :param read: takes the connection as Airflow gives it, URI or JSON, which it must not repeat in a message.
+        """
+        self._known |= {"conn_id", instead}
+        if "conn_id" in self._values and instead in self._values:
+            raise ConfigError(
+                f"{self._path} has both {instead} and conn_id",
+                f"Keep one of {self._full(instead)} and {self._full('conn_id')}.",
+            )
+        if not (self._values.get("conn_id") or self._values.get(instead)):
+            raise ConfigError(f"{self._full(instead)} is missing from the pipeline file", "Add it, or a conn_id.")
+        if "conn_id" not in self._values:
+            return None
         conn_id = self.take("conn_id", as_text)
+        if not self._resolve:
+            return None
         variable = f"AIRFLOW_CONN_{conn_id.upper()}"
         connection = self._environment.get(variable)
         if connection is None:
@@ -142,7 +169,7 @@ class Section:
                 f"Set {variable} to the connection's URI, or run the pipeline from Airflow, which passes it on.",
             )
         try:
-            return check(connection_uri(connection, scheme))
+            return read(connection)
         except ValueError as e:
             raise ConfigError(
                 f"{self._full('conn_id')}: connection {conn_id!r} is not a {kind} connection", f"Give {e}."
@@ -198,6 +225,13 @@ def one_of(*choices: str) -> Callable[[object], str]:
     return check
 
 
+def as_flag(value: object) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
 def as_positive_integer(value: object) -> int:
     """A whole number from 1 on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -240,7 +274,12 @@ def as_mapping(value: object) -> dict[str, str]:
     """A mapping of texts to texts; true and false become words as Spark and Java write them."""
     if not isinstance(value, dict):
         raise ValueError("a mapping of names to values")
-    return {str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()}
+    return {str(k): _spelled(v) for k, v in value.items()}
+
+
+def _spelled(value: object) -> str:
+    """A value as Spark and Java write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def as_postgres_uri(value: object) -> str:

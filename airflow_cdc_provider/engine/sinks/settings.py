@@ -75,7 +75,7 @@ class SinkSettings(Protocol):
         :param tables: that will be captured; ``None`` when they are not known.
         """
 
-    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+    def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """Namespace and name of a target in OpenLineage's terms."""
 
 

@@ -17,14 +17,14 @@ from airflow_cdc_provider.engine.errors import ConfigError, StagingLost
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.sinks import changes
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target, Watermark
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.delta import staging
 from airflow_cdc_provider.engine.sinks.delta.layout import quoted, require_possible
 from airflow_cdc_provider.engine.sinks.delta.record import Decided, DeltaRecord
 from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line
 from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made, joined
-from airflow_cdc_provider.engine.sinks.lake import changes
-from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.lake.room import room_at
 from airflow_cdc_provider.engine.sinks.lake.values import arrow_type, to_texts
 

@@ -11,7 +11,10 @@ from typing import Any
 from airflow_cdc_provider.engine.errors import ForeignTable, GateClosed, StreamFailed, TargetConflict
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.sinks import changes
 from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents, Step
+from airflow_cdc_provider.engine.sinks.changes_record import Commit
 from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.layout import (
     Layout,
@@ -32,10 +35,8 @@ from airflow_cdc_provider.engine.sinks.delta.spark import (
 )
 from airflow_cdc_provider.engine.sinks.delta.table import LOG, DeltaTable, has_log
 from airflow_cdc_provider.engine.sinks.delta.work import TableWork, is_made, made, of_step, to_json, unmade
-from airflow_cdc_provider.engine.sinks.lake import changes
-from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
 from airflow_cdc_provider.engine.sinks.lake.log import Head
-from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
+from airflow_cdc_provider.engine.sinks.lake.record import LakeRecord
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from airflow_cdc_provider.engine.section import as_mapping, as_text, one_of
+from airflow_cdc_provider.engine.section import as_flag, as_mapping, as_text, one_of
 from airflow_cdc_provider.engine.sinks.lake.path import as_path, folder
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
@@ -53,7 +53,7 @@ class DeltaSettings:
             path=section.take("path", _as_path),
             catalog=section.take("catalog", as_text, "") or None,
             partition_by=section.take("partition_by", _as_columns, ()),
-            deletion_vectors=section.take("deletion_vectors", _as_bool, True),
+            deletion_vectors=section.take("deletion_vectors", as_flag, True),
             properties=section.take("properties", _as_properties, ()),
             mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
             schema=section.take("schema", as_text, "{schema}"),
@@ -122,7 +122,7 @@ class DeltaSettings:
         hours = RETAINED_HOURS if retention is None else retention / 3600
         return [asdict(table) for table in maintain(sink, retained_hours=hours)]
 
-    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+    def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""
         if self.catalog is not None:
             return self.catalog, f"{schema}.{name}"
@@ -138,12 +138,6 @@ def _as_path(value: object) -> str:
 
 def _as_properties(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(as_mapping(value).items())
-
-
-def _as_bool(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
 
 
 def _as_columns(value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -25,7 +25,9 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.row_side import row_sides
 from airflow_cdc_provider.engine.sides import Key, Sides
+from airflow_cdc_provider.engine.sinks import changes
 from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.changes import Contents
 from airflow_cdc_provider.engine.sinks.delta import net, staging
 from airflow_cdc_provider.engine.sinks.delta.definition import plan
 from airflow_cdc_provider.engine.sinks.delta.layout import location, quoted, require_possible
@@ -33,8 +35,6 @@ from airflow_cdc_provider.engine.sinks.delta.reads import DeltaReads, key_texts
 from airflow_cdc_provider.engine.sinks.delta.record import Decided
 from airflow_cdc_provider.engine.sinks.delta.table import DeltaTable
 from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made
-from airflow_cdc_provider.engine.sinks.lake import changes
-from airflow_cdc_provider.engine.sinks.lake.changes import Contents
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, arrow_type, to_texts, to_typed
 
 

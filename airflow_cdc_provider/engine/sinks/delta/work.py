@@ -1,6 +1,6 @@
 """What an entry of the log has decided to be done to tables: JSON values, which say it to whoever does it.
 
-The log has a section of its own for a Delta sink, see :mod:`..lake.changes`: ``made``, the labels of the tables whose
+The log has a section of its own for a Delta sink, see :mod:`..changes`: ``made``, the labels of the tables whose
 targets have been made.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, targets_of
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents, targets_of
 
 _MADE = "made"
 

@@ -1,6 +1,6 @@
 """Data files, and what the log says of them. Pure decisions.
 
-The log has three sections of its own for a files sink, see :mod:`..lake.changes`:
+The log has three sections of its own for a files sink, see :mod:`..changes`:
 
 ==========  ===========================================================================================
 ``files``   by path: a :class:`DataFile`, which is in the changelog from the entry on that names it
@@ -22,9 +22,9 @@ from typing import Any
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.files.format import column_type
 from airflow_cdc_provider.engine.sinks.files.settings import Format
-from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.lake.path import folder
 from airflow_cdc_provider.engine.sinks.lake.room import Room, room_at
 

@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.changes import Contents
 from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, shape_of
-from airflow_cdc_provider.engine.sinks.lake.changes import Contents
 from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 

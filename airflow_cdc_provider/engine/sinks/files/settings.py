@@ -82,7 +82,7 @@ class FilesSettings:
         seconds = RETENTION_SECONDS if retention is None else retention
         return [compact(self.open(pipeline), retention=seconds).as_dict()]
 
-    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+    def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""
         scheme, separator, rest = self.path.partition("://")
         bucket, _, path = rest.partition("/")

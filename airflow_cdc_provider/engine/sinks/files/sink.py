@@ -26,7 +26,11 @@ from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
 from airflow_cdc_provider.engine.sides import Key, Sides
+from airflow_cdc_provider.engine.sinks import changes
+from airflow_cdc_provider.engine.sinks.append_only import AppendOnly, only
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents, Step
+from airflow_cdc_provider.engine.sinks.changes_record import Commit
 from airflow_cdc_provider.engine.sinks.files import format as rows_
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.datafile import (
@@ -43,10 +47,8 @@ from airflow_cdc_provider.engine.sinks.files.datafile import (
 )
 from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.files.writing import DataWriter, note_of, writing
-from airflow_cdc_provider.engine.sinks.lake import changes
-from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents, Step
 from airflow_cdc_provider.engine.sinks.lake.log import Head
-from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
+from airflow_cdc_provider.engine.sinks.lake.record import LakeRecord
 from airflow_cdc_provider.engine.sinks.lake.room import Room
 
 PARTITION = "_date"
@@ -69,7 +71,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class FilesSink(LakeRecord):
+class FilesSink(LakeRecord, AppendOnly):
     """A pipeline's change logs below a path; see :class:`.base.Sink` and, for its fields, the record."""
 
     format: Format = "parquet"
@@ -239,7 +241,7 @@ class FilesSink(LakeRecord):
         if keys is None:
             shape = shape.anew(target.table, self.format)
         else:
-            batches = (_only(target, keys, batch) for batch in batches)
+            batches = (only(target, keys, batch) for batch in batches)
         written = self._write_rows(epoch, contents, target, shape, keys, batches, finish)
 
         def decide(contents: Contents) -> Commit:
@@ -425,23 +427,6 @@ class FilesSink(LakeRecord):
             if chosen(kind, int(epoch)) and path and path not in found:
                 self.root.remove(path)
 
-    # -- what a changelog does not need --------------------------------------------------------------
-
-    def check_condition(self, target: Target, where: str) -> None:
-        """See :meth:`.base.Sink.check_condition`: in a changelog rows are found by the source's keys alone."""
-
-    def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See :meth:`.base.Sink.matching_keys`: none."""
-        return frozenset()
-
-    def members(
-        self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
-    ) -> Sequence[tuple[int, int]]:
-        """See :meth:`.base.Sink.members`: the keys of a changelog are one if their texts are."""
-        places = {member: place for place, member in enumerate(members)}
-        texts = zip(*(column.to_pylist() for column in keys), strict=True)
-        return [(n, places[text]) for n, text in enumerate(texts) if text in places]
-
     # -- comparing ---------------------------------------------------------------------------------
 
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
@@ -467,10 +452,3 @@ class FilesSink(LakeRecord):
                 with self.root.reading(each.path) as file:
                     for batch in rows_.batches(each.format, file):
                         yield rows_.texts(target, batch)
-
-
-def _only(target: Target, keys: frozenset[tuple[str, ...]], batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Leave out rows that the source has found under another text of a key. The stream brings these rows."""
-    names = [column.name for column in target.table.columns]
-    found = zip(*(batch.column(names.index(name)).to_pylist() for name in target.table.key), strict=True)
-    return batch.filter(pa.array([key in keys for key in found], pa.bool_()))

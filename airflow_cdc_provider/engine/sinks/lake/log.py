@@ -27,7 +27,7 @@ from typing import Any
 
 from airflow_cdc_provider.engine.errors import ConnectionFailed, GateClosed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.lake.changes import Change, Contents
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 
 SPAN = 50

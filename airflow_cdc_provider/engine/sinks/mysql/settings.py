@@ -79,6 +79,6 @@ class MysqlSettings:
 
         check(self, checks, pipeline, tables)
 
-    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+    def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""
         return f"mysql://{self.place}", f"{schema}.{name}"

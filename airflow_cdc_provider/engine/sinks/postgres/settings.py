@@ -69,7 +69,7 @@ class PostgresSettings:
 
         check(self, checks, source, pipeline, tables)
 
-    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+    def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""
         from airflow_cdc_provider.engine.connection import dataset
 

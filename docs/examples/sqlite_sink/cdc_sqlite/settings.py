@@ -67,7 +67,7 @@ class SqliteSettings:
         checks.run("sink", partial(_usable, Path(self.path)))
         checks.run("sink names", partial(_names, tables or ()))
 
-    def dataset(self, schema: str, name: str) -> tuple[str, str]:
+    def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """Namespace and name of a target table in OpenLineage's terms."""
         return f"sqlite:{self.path}", f"{schema}.{name}"
 
