@@ -93,8 +93,14 @@ hdfs: $(INSTALLED) java
 	@echo "Fetching the jar of Hadoop's small cluster, unless it is there."; $(BIN)/python -m tests.hdfs || \
 		echo "Tests of files in HDFS are skipped: the jar cannot be fetched from Maven Central." >&2
 
+# Kafka's own broker, for the tests of the Kafka sink.
+.PHONY: kafka
+kafka: $(INSTALLED) java
+	@echo "Fetching the jars of Kafka, unless they are there."; $(BIN)/python -m tests.kafka_server || \
+		echo "Tests against Kafka are skipped: its jars cannot be fetched from Maven Central." >&2
+
 .PHONY: test
-test: $(INSTALLED) java postgres mariadb chromium jars hdfs ## run all tests (PROCESSES=n at a time, 2 by default)
+test: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka ## run all tests (PROCESSES=n at a time, 2 by default)
 	$(PYTEST)
 
 .PHONY: test-fast
@@ -122,7 +128,7 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 .PHONY: demo
-demo: $(INSTALLED) java $(if $(filter mysql,$(SINK)),mariadb) ## show it at work, all temporary (SINK=postgres, mysql, delta or files)
+demo: $(INSTALLED) java $(if $(filter mysql,$(SINK)),mariadb) ## show it at work, all temporary (SINK=postgres, mysql, delta, files or kafka)
 	$(BIN)/python -m airflow_cdc_provider.demo $(if $(SINK),--sink $(SINK))
 
 .PHONY: up

@@ -34,25 +34,26 @@ class JarsMissing(CdcError):
     """A package could not be fetched."""
 
 
-def fetch(package: str) -> list[Path]:
-    """Have all jars of a package and of what it needs in :data:`HOME`.
+def fetch(package: str, home: Path = HOME) -> list[Path]:
+    """Have all jars of a package and of what it needs in a folder.
 
     :param package: ``group:artifact:version``.
-    :returns: the jars.
+    :param home: where Spark's resolver has its cache.
+    :returns: all jars that are there.
     :raises JarsMissing: when there is no way to a Maven repository.
     """
     _, artifact, version = package.split(":")
-    HOME.mkdir(parents=True, exist_ok=True)
-    with (HOME / "fetching").open("w") as lock:
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "fetching").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not list(HOME.glob(f".ivy*/jars/*{artifact}-{version}.jar")):
-            _resolve(package)
-    return sorted(HOME.glob(".ivy*/jars/*.jar"))
+        if not list(home.glob(f".ivy*/jars/*{artifact}-{version}.jar")):
+            _resolve(package, home)
+    return sorted(home.glob(".ivy*/jars/*.jar"))
 
 
-def _resolve(package: str) -> None:
+def _resolve(package: str, home: Path) -> None:
     command = [sys.executable, "-c", _FETCH, package]
-    environment = os.environ | {"SPARK_SUBMIT_OPTS": JAVA_OPTIONS}
+    environment = os.environ | {"SPARK_SUBMIT_OPTS": f"-Duser.home={home}"}
     try:
         fetching = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_PATIENCE
