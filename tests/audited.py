@@ -95,10 +95,16 @@ def assert_exactly_once(pipeline: PipelineUnderTest, table: str = "public.t", le
     assert_all_changes(pipeline, found, least)
 
 
-def assert_all_changes(pipeline: PipelineUnderTest, found: Sequence[tuple[int, str, int]], least: int = 100) -> None:
+def assert_all_changes(
+    pipeline: PipelineUnderTest,
+    found: Sequence[tuple[int, str, int]],
+    least: int = 100,
+    moves_are_two: bool = False,
+) -> None:
     """The changes that a changelog of ``public.t`` holds are those that none of its chunks contains.
 
     :param found: transaction, kind and key of each.
+    :param moves_are_two: a row that gets another key is deleted and inserted.
     """
     chunks = ", ".join(
         f"({c.chunk.lower[0] if c.chunk.lower else 'NULL'}::int, {c.chunk.upper[0] if c.chunk.upper else 'NULL'}::int,"
@@ -110,12 +116,14 @@ def assert_all_changes(pipeline: PipelineUnderTest, found: Sequence[tuple[int, s
         "EXISTS (SELECT FROM chunk WHERE {0} >= coalesce(lower, {0}) AND (upper IS NULL OR {0} < upper)"
         " AND NOT pg_visible_in_snapshot(xid, snapshot))"
     )
+    moved = "op = 'u' AND erased AND written AND old_id <> new_id" if moves_are_two else "false"
     expected = pipeline.source_rows(
         f"WITH chunk (lower, upper, snapshot) AS (VALUES {chunks}), halves AS ("
         f" SELECT *, {half.format('old_id')} AS erased, {half.format('new_id')} AS written FROM public.audit)"
         " SELECT xid::text::bigint,"
-        " CASE WHEN op <> 'u' OR erased AND written THEN op WHEN erased THEN 'd' ELSE 'i' END,"
+        f" CASE WHEN {moved} THEN 'i' WHEN op <> 'u' OR erased AND written THEN op WHEN erased THEN 'd' ELSE 'i' END,"
         " CASE WHEN written THEN new_id ELSE old_id END FROM halves WHERE erased OR written"
+        f" UNION ALL SELECT xid::text::bigint, 'd', old_id FROM halves WHERE {moved}"
     )
     assert len(expected) >= least
     lost, surplus = Counter(expected) - Counter(found), Counter(found) - Counter(expected)

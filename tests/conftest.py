@@ -20,10 +20,13 @@ import pymysql
 import pytest
 from psycopg import sql
 
+from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from tests.class_archive import write_archive
 from tests.hdfs import HdfsCluster
+from tests.kafka_server import make_broker
+from tests.schema_registry import registry_at
 
 pytest.register_assert_rewrite("tests.sink_contract")
 
@@ -191,6 +194,20 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
     """The session's HDFS."""
     with HdfsCluster.started(tmp_path_factory.mktemp("hdfs")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def kafka(server_directory: Path) -> Iterator[KafkaServer]:
+    """A module's Kafka broker."""
+    with make_broker(server_directory / f"kafka{next(_numbers)}") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A module's schema registry: its URL."""
+    with registry_at(tmp_path_factory.mktemp("registry")) as url:
+        yield url
 
 
 @pytest.fixture

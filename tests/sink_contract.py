@@ -79,7 +79,12 @@ _numbers = itertools.count(1)
 
 
 class SinkUnderTest(ABC):
-    """A store with nothing in it, and what the contract has to do with it beside the interface."""
+    """A store with nothing in it, and what the contract has to do with it beside the interface.
+
+    :cvar moves_are_two: whether its changelogs have a row that gets another key as a delete and an insert.
+    """
+
+    moves_are_two = False
 
     @abstractmethod
     def sink(self, mode: Mode, pipeline: str = "p") -> Sink:
@@ -393,8 +398,10 @@ class ProtocolContract:
     def test_a_piece_that_was_staged_twice_counts_once(self, begun: Begun) -> None:
         """Its task was lost, and tried again."""
         begun.piece(begun.put("1", "a", "1.00"))
-        assert begun.unit(100, 200, begun.put("1", "a", "1.00"))
-        assert begun.store.staged() > 0
+        staged = begun.store.staged()
+        again = begun.piece(begun.put("1", "a", "1.00"))
+        assert begun.store.staged() > staged > 0
+        assert begun.sink.commit(begun.epoch, 100, 200, [again])
         begun.sink.sweep(begun.epoch)
         assert begun.store.staged() == 0
         assert begun.rows() == [("1", "a", "1.00")]
@@ -661,9 +668,13 @@ class ChangelogContract(RowsContract):
         begun.reread(["1"], first)
         begun.reread(None, first)
         events = begun.events()
+        move: list[tuple[Any, ...]] = [("u", 160, ("2", None, "5.00"), {"id": "1"}, ("note",))]
+        if begun.store.moves_are_two:
+            halves = ("d", 160, ("1", None, None), {"id": "1"}, None), ("i", 160, ("2", None, "5.00"), None, ("note",))
+            move = list(halves)
         assert [(e.op, e.lsn, e.row, e.before, e.unchanged) for e in events] == [
             ("r", 100, first, None, None),
-            ("u", 160, ("2", None, "5.00"), {"id": "1"}, ("note",)),
+            *move,
             ("d", 160, ("2", None, None), {"id": "2"}, None),
             ("d", 160, ("3", None, None), {"id": "3", "note": 'a "b"\n', "amount": None}, None),
             ("d", 200, ("1", None, None), {"id": "1"}, None),
@@ -671,7 +682,7 @@ class ChangelogContract(RowsContract):
             ("t", 200, (None, None, None), None, None),
             ("r", 200, first, None, None),
         ]
-        assert len({(e.lsn, e.seq) for e in events}) == len(events)
+        assert len({(e.lsn, e.seq) for e in events}) == len(events) - (len(move) - 1)
         assert begun.sink.matching_keys(TARGET, "id = 1") == frozenset()
 
     def test_a_history_that_the_source_has_left_is_not_gone_on_with(self, begun: Begun) -> None:

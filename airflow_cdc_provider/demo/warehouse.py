@@ -66,6 +66,17 @@ def _mysql(started: ExitStack, directory: Path) -> Warehouse:
     return Warehouse(f"MariaDB on port {server.port}", server.dsn, section, {"shop_mysql": server.dsn})
 
 
+def _kafka(started: ExitStack, directory: Path) -> Warehouse:
+    from airflow_cdc_provider.demo.kafka import KafkaServer  # late: only this warehouse needs its client
+
+    server = KafkaServer.create(directory)
+    started.callback(server.stop)
+    server.start()
+    section = "  type: kafka\n  conn_id: shop_kafka\n"
+    connections = {"shop_kafka": f"kafka://{server.brokers}"}
+    return Warehouse(f"Kafka topics on port {server.port}", server.brokers, section, connections)
+
+
 def _delta(started: ExitStack, directory: Path) -> Warehouse:
     fetch(PACKAGE)
     started.enter_context(_java_options(JAVA_OPTIONS))
@@ -91,6 +102,7 @@ WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {
     "mysql": _mysql,
     "delta": _delta,
     "files": _files,
+    "kafka": _kafka,
 }
 """By the sink's ``type``: what starts such a store in a directory of its own."""
 
@@ -99,5 +111,6 @@ TITLES: Mapping[str, str] = {
     "mysql": "MySQL",
     "delta": "Delta Lake",
     "files": "Parquet files",
+    "kafka": "Kafka",
 }
 """By the sink's ``type``: what people call it."""

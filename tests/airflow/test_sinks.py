@@ -21,7 +21,7 @@ from tests.pipelines import SPARK_CONF, UNHURRIED, PipelineUnderTest
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
-PATIENCE = 600.0  # seconds: four sinks, of which one is filled by a Spark that has to warm up
+PATIENCE = 600.0  # seconds: five sinks, of which one is filled by a Spark that has to warm up
 
 COPY, SENSE, MAINTAIN, DROP = "cdc_sinks", "sinks_sense", "sinks_maintain", "cdc_drop"
 DAGS = """
@@ -105,7 +105,8 @@ def test_every_kind_of_sink_is_filled_and_equal(
     assert {sink["applied_lsn"] for sink in status["sinks"]} == {status["applied_lsn"]}
     assert all(sink["consistent"] for sink in status["sinks"])
     with browser.look(f"plugin/cdc?pipeline={pipeline.name}") as page:
-        page.get_by_text("public.t · postgres (mirror), mysql (mirror), delta (mirror), files (changelog)").wait_for()
+        sinks = "postgres (mirror), mysql (mirror), delta (mirror), files (changelog), kafka (changelog)"
+        page.get_by_text(f"public.t · {sinks}").wait_for()
         page.get_by_role("img", name="public.t: 3 of 3 chunks copied").wait_for()
         page.get_by_text("stopped", exact=True).wait_for()
 

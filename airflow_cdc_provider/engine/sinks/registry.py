@@ -20,6 +20,7 @@ _OURS = {
     "mysql": "MysqlSettings",
     "delta": "DeltaSettings",
     "files": "FilesSettings",
+    "kafka": "KafkaSettings",
 }
 
 

@@ -1,0 +1,92 @@
+"""What can be checked of a Kafka sink, changing nothing but for a transaction without messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.findings import Caution, Checks
+from airflow_cdc_provider.engine.preflight import target_name
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
+from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings, Properties
+from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+
+_LONGEST = 249
+_MAXIMUM = "transaction.max.timeout.ms"
+
+
+def check(settings: KafkaSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
+    """See :meth:`.SinkSettings.check`."""
+    sink = settings.open(pipeline.name)
+    checks.run("sink", lambda: f"Kafka answers at {settings.place}, cluster {sink.cluster.id()}.")
+    if not checks.passed("sink"):
+        return
+    checks.run("transaction timeout", partial(_timeout, settings, sink))
+    if checks.passed("transaction timeout"):
+        checks.run("transactions", partial(_transactions, sink))
+    if settings.registry is not None:
+        checks.run("schema registry", partial(_registry, settings.registry, settings.registry_properties))
+    if tables is not None:
+        targets = [Target(table, *target_name(pipeline, table)) for table in tables]
+        checks.run("topic names", partial(_names, sink, targets))
+        checks.run("cleanup policy", partial(_cleanup, settings, tables))
+        if checks.passed("topic names"):
+            checks.run("topics", partial(_topics, sink, targets))
+
+
+def _timeout(settings: KafkaSettings, sink: KafkaSink) -> str:
+    wanted, allowed = int(settings.transaction_timeout * 1000), sink.cluster.broker_setting(_MAXIMUM)
+    if allowed is None:
+        raise Caution(f"The brokers do not say what their {_MAXIMUM} is.")
+    if wanted > int(allowed):
+        raise ConfigError(
+            f"sink.transaction_timeout is {wanted} ms, but the brokers' {_MAXIMUM} is {allowed}",
+            f"Shorten it, or raise {_MAXIMUM} of the brokers.",
+        )
+    return f"The brokers let transactions last {settings.transaction_timeout:g} seconds."
+
+
+def _transactions(sink: KafkaSink) -> str:
+    sink.probe().end()
+    return "Transactions can be begun."
+
+
+def _registry(url: str, properties: Properties) -> str:
+    Registry(url, properties).check()
+    return f"The schema registry answers at {url}."
+
+
+def _names(sink: KafkaSink, targets: Sequence[Target]) -> str:
+    for target in targets:
+        topic = sink.topic_of(target)
+        if len(topic) > _LONGEST:
+            raise ConfigError(
+                f"the topic of {target.table.label} would have {len(topic)} characters: {topic}",
+                f"Kafka takes {_LONGEST}; shorten `sink.topic`, `sink.schema` or the pipeline's name.",
+            )
+    return "Every table has a name for its topic that Kafka takes."
+
+
+def _cleanup(settings: KafkaSettings, tables: Sequence[Table]) -> str:
+    policy = dict(settings.topic_config).get("cleanup.policy", "")
+    if "compact" not in policy:
+        return "Topics keep every change, for as long as the brokers are set to."
+    keyless = [table.label for table in tables if not table.key]
+    if keyless:
+        raise ConfigError(
+            f"sink.topic_config: cleanup.policy {policy} takes no messages without a key, as those of {keyless[0]} are",
+            "Give the table a primary key, or leave it out.",
+        )
+    raise Caution(
+        "Compacted topics take no message without a key: a TRUNCATE of a source table, or a table that is read again"
+        " as a whole, will stop the pipeline."
+    )
+
+
+def _topics(sink: KafkaSink, targets: Sequence[Target]) -> str:
+    sink.check_targets(targets)
+    return "No topic has messages of others."

@@ -1,0 +1,356 @@
+"""A Kafka cluster as the sink talks to it: its topics, and clients that are kept.
+
+Clients hold connections and threads, so a process keeps them: one for administration, and consumers that are lent for
+as long as something is read. A process that was forked has none of its parent's, whose threads it lacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
+
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ConfigError,
+    ConnectionFailed,
+    LimitExceeded,
+    MissingPrivilege,
+    StreamFailed,
+)
+
+REQUEST_SECONDS = 15.0
+
+_GROUP = "airflow_cdc"  # no offsets are committed, but a consumer must have the name of a group
+_PATIENCE = 60.0  # seconds for what the cluster does in the background, and for a read in which nothing comes
+_LOOK_SECONDS = 0.05
+_BUFFER_KIB = 16 << 10
+_FETCH_WAIT_MS = 10  # a long poll at a topic's end would only delay the word that it is the end
+_MESSAGES = 10_000
+
+_UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+_FORBIDDEN = (
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+)
+_LOGIN = (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED)
+_PASSING = (
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+)
+_TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
+
+# What librdkafka has to say beside its errors, such as that a broker is out of reach for a moment.
+_log = logging.getLogger("airflow_cdc_provider.kafka")
+_log.setLevel(logging.ERROR)
+
+
+class Received(NamedTuple):
+    """A message that has been read."""
+
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic that is there.
+
+    :param id: one that no topic of this name had before.
+    """
+
+    name: str
+    id: str
+    partitions: int
+
+    @property
+    def beginning(self) -> dict[int, int]:
+        """Offsets before all messages, by partition."""
+        return dict.fromkeys(range(self.partitions), 0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How a cluster is reached.
+
+    :param brokers: ``host:port``, several with commas.
+    :param properties: further ones of librdkafka, by name.
+    """
+
+    brokers: str
+    properties: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def conf(self, **ours: Any) -> dict[str, Any]:
+        """The properties of a client.
+
+        :param ours: further ones, dots as underscores.
+        """
+        named = {name.replace("_", "."): value for name, value in ours.items()}
+        return {**dict(self.properties), "bootstrap.servers": self.brokers, "logger": _log, **named}
+
+    @property
+    def admin(self) -> AdminClient:
+        """The client for administration that this process keeps."""
+        key = (os.getpid(), self)
+        if key not in _admins:
+            with self.failing("a client cannot be made"):
+                _admins[key] = AdminClient(self.conf())
+        return _admins[key]
+
+    def id(self) -> str:
+        """What the cluster calls itself, wherever it is."""
+        return str(self._ask(lambda: self.admin.describe_cluster(request_timeout=REQUEST_SECONDS).result()).cluster_id)
+
+    def topics(self) -> list[str]:
+        """The names of all topics that we may see."""
+        return sorted(self._ask(lambda: self.admin.list_topics(timeout=REQUEST_SECONDS)).topics)
+
+    def topic(self, name: str) -> Topic | None:
+        """A topic; ``None`` when there is none of that name."""
+        names = TopicCollection([name])
+        try:
+            found = self._ask(lambda: self.admin.describe_topics(names, request_timeout=REQUEST_SECONDS)[name].result())
+        except _UnknownTopic:
+            return None
+        return Topic(name, str(found.topic_id), len(found.partitions))
+
+    def create(self, name: str, partitions: int, replicas: int, config: Mapping[str, str]) -> Topic:
+        """Make a topic unless it is there.
+
+        :param partitions: how many, -1 for the brokers' default.
+        :param replicas: likewise.
+        """
+        new = NewTopic(name, num_partitions=partitions, replication_factor=replicas, config=dict(config))
+        deadline = time.monotonic() + _PATIENCE
+        while (found := self.topic(name)) is None:
+            if time.monotonic() > deadline:
+                raise ConnectionFailed(f"the topic {name} on {self.brokers} was made, and is not there", _LOOK_AGAIN)
+            try:
+                self._ask(lambda: self.admin.create_topics([new], request_timeout=REQUEST_SECONDS)[name].result())
+            except _TopicExists:
+                time.sleep(_LOOK_SECONDS)  # it was made, or is being removed, this moment
+        return found
+
+    def remove(self, name: str) -> None:
+        """Remove a topic if it is there."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.topic(name) is not None:
+            if time.monotonic() > deadline:
+                raise ConnectionFailed(f"the topic {name} on {self.brokers} was removed, and is there", _LOOK_AGAIN)
+            with suppress(_UnknownTopic):
+                self._ask(lambda: self.admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name].result())
+
+    def truncate(self, topic: str, before: Mapping[int, int]) -> None:
+        """Remove messages of a topic from its front.
+
+        :param before: by partition the offset of the first that stays.
+        """
+        wanted = [TopicPartition(topic, partition, offset) for partition, offset in before.items()]
+        if wanted:
+            self._ask(lambda: _all(self.admin.delete_records(wanted, request_timeout=REQUEST_SECONDS)))
+
+    def first(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """The offsets of the first messages that are there."""
+        return self._offsets(topic, partitions, OffsetSpec.earliest())
+
+    def ends(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
+        """The offsets after the last messages, those of open transactions among them."""
+        return self._offsets(topic, partitions, OffsetSpec.latest())
+
+    def _offsets(self, topic: str, partitions: Sequence[int], which: OffsetSpec) -> dict[int, int]:
+        wanted = {TopicPartition(topic, partition): which for partition in partitions}
+        if not wanted:
+            return {}
+        found = self._ask(lambda: _all(self.admin.list_offsets(wanted, request_timeout=REQUEST_SECONDS)))
+        return {each.partition: result.offset for each, result in found.items()}
+
+    def broker_setting(self, name: str) -> str | None:
+        """What a broker is set to; ``None`` when it does not say."""
+        described = self._ask(lambda: self.admin.describe_cluster(request_timeout=REQUEST_SECONDS).result())
+        resource = ConfigResource(ResourceType.BROKER, str(described.nodes[0].id))
+        found = self._ask(lambda: _all(self.admin.describe_configs([resource], request_timeout=REQUEST_SECONDS)))
+        entry = found[resource].get(name)
+        return None if entry is None else str(entry.value)
+
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        """Ask the brokers something; again, with a client that knows nothing yet, while they are about to change."""
+        deadline = time.monotonic() + REQUEST_SECONDS
+        while True:
+            try:
+                return ask()
+            except KafkaException as e:
+                error = e.args[0]
+                if error.code() not in _PASSING or time.monotonic() > deadline:
+                    raise self.failure(error, "it refuses a request") from e
+            _admins.pop((os.getpid(), self), None)
+            time.sleep(_LOOK_SECONDS)
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lent(self, topic: Topic, committed: bool = True) -> Iterator[Consumer]:
+        """A consumer, for as long as something of a topic is read.
+
+        :param committed: it is shown nothing of transactions that are open or were aborted.
+        """
+        kept = _consumers[os.getpid(), self, committed]
+        lent = kept.pop() if kept else _Kept(self._consumer(committed))
+        if lent.topics.setdefault(topic.name, topic.id) != topic.id:
+            # It takes a topic that was made anew for one of which it knows more than the brokers do.
+            lent.consumer.close()
+            lent = _Kept(self._consumer(committed), {topic.name: topic.id})
+        try:
+            with self.failing("it cannot be read"):
+                yield lent.consumer
+        except BaseException:
+            lent.consumer.close()
+            raise
+        lent.consumer.unassign()
+        kept.append(lent)
+
+    def _consumer(self, committed: bool) -> Consumer:
+        conf = self.conf(
+            group_id=_GROUP,
+            enable_auto_commit=False,
+            enable_auto_offset_store=False,
+            enable_partition_eof=True,
+            auto_offset_reset="error",
+            allow_auto_create_topics=False,
+            isolation_level="read_committed" if committed else "read_uncommitted",
+            fetch_wait_max_ms=_FETCH_WAIT_MS,
+            queued_max_messages_kbytes=_BUFFER_KIB,
+        )
+        conf["fetch.queue.backoff.ms"] = _FETCH_WAIT_MS
+        with self.failing("a consumer cannot be made"):
+            return Consumer(conf)
+
+    def read(self, topic: Topic, starts: Mapping[int, int], committed: bool = True) -> Iterator[list[Received]]:
+        """The messages of a topic up to its end, or the first open transaction, as they come.
+
+        :param starts: by partition the offset to begin at; one before the first message that is there means that.
+        :param committed: see :meth:`lent`.
+        """
+        firsts = self.first(topic.name, list(starts))
+        with self.lent(topic, committed) as consumer:
+            left = {partition: max(start, firsts[partition]) for partition, start in starts.items()}
+            consumer.assign([TopicPartition(topic.name, partition, start) for partition, start in left.items()])
+            heard = time.monotonic()
+            while left:
+                found, ends = received(consumer, 1.0)
+                if found:
+                    yield found
+                for partition in ends:
+                    left.pop(partition, None)
+                if found or ends:
+                    heard = time.monotonic()
+                elif time.monotonic() - heard > _PATIENCE:
+                    raise self.unreachable(f"nothing came of topic {topic.name} for {_PATIENCE:.0f} seconds")
+
+    # -- errors -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Turn the errors of the client into ours.
+
+        :param what: could not be done, for the message.
+        """
+        try:
+            yield
+        except KafkaException as e:
+            raise self.failure(e.args[0], what) from e
+
+    def failure(self, error: KafkaError, what: str) -> CdcError:
+        """An error of the client as one of ours."""
+        code, said = error.code(), f"Kafka at {self.brokers}: {what}: {error.str()} ({error.name()})"
+        if code in _UNKNOWN:
+            return _UnknownTopic(said, "See who has removed the topic; then start again.")
+        if code == KafkaError.TOPIC_ALREADY_EXISTS:
+            return _TopicExists(said, _LOOK_AGAIN)
+        if code in _FORBIDDEN:
+            return MissingPrivilege(said, "Grant what the documentation of the Kafka sink lists, see Privileges.")
+        if code in _LOGIN:
+            return MissingPrivilege(said, "Give user and password that the brokers know, see `sink.properties`.")
+        if code in _TOO_LARGE:
+            return LimitExceeded(
+                said,
+                "Nothing of it was applied. Raise max.message.bytes of the topic (`sink.topic_config`) and"
+                " message.max.bytes of the client (`sink.properties`), or leave the large column out by `columns`.",
+            )
+        if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+            return ConfigError(
+                f"{said}: sink.transaction_timeout is beyond the brokers' transaction.max.timeout.ms",
+                "Shorten it, or raise transaction.max.timeout.ms of the brokers.",
+            )
+        if code in (KafkaError._INVALID_ARG, KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
+            return ConfigError(said, "Correct `sink.properties` or `sink.topic_config`.")
+        if code in (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.INVALID_PARTITIONS):
+            return ConfigError(said, "Correct `sink.replicas` or `sink.partitions`.")
+        return ConnectionFailed(said, "See that the brokers run and can be reached from here; then start again.")
+
+    def unreachable(self, what: str) -> ConnectionFailed:
+        """What is raised when the cluster does not answer."""
+        return ConnectionFailed(f"Kafka at {self.brokers}: {what}", "See that the brokers run and can be reached.")
+
+
+_LOOK_AGAIN = "Look into the brokers' logs; then start again."
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A consumer, and the ids of the topics that it has read."""
+
+    consumer: Consumer
+    topics: dict[str, str] = field(default_factory=dict)
+
+
+_admins: dict[tuple[int, Cluster], AdminClient] = {}
+_consumers: defaultdict[tuple[int, Cluster, bool], list[_Kept]] = defaultdict(list)
+
+
+class _UnknownTopic(StreamFailed):
+    """There is no such topic."""
+
+
+class _TopicExists(StreamFailed):
+    """There is such a topic."""
+
+
+def _all(asked: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: each.result() for key, each in asked.items()}
+
+
+def received(consumer: Consumer, seconds: float) -> tuple[list[Received], dict[int, int]]:
+    """Messages that are there, and the offsets of the ends that have been reached behind them, by partition.
+
+    :param seconds: to wait for the first.
+    :raises KafkaException: when one is an error.
+    """
+    found, ends = [], {}
+    messages = consumer.consume(1, seconds)
+    if messages:
+        messages += consumer.consume(_MESSAGES, 0)
+    for message in messages:
+        error, partition, offset = message.error(), message.partition(), message.offset()
+        if error is None:
+            assert partition is not None
+            assert offset is not None
+            found.append(Received(partition, offset, message.key(), message.value()))
+        elif error.code() != KafkaError._PARTITION_EOF:
+            raise KafkaException(error)
+        elif partition is not None and offset is not None:
+            ends[partition] = offset
+    return found, ends

@@ -1,0 +1,242 @@
+"""The ``sink`` section of a pipeline file for Kafka."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from airflow_cdc_provider.engine.section import (
+    as_flag,
+    as_positive_integer,
+    as_positive_seconds,
+    as_text,
+    one_of,
+)
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.catalog import Table
+    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.connection import Connection
+    from airflow_cdc_provider.engine.findings import Checks
+    from airflow_cdc_provider.engine.section import Section
+    from airflow_cdc_provider.engine.sinks.kafka.format import Format as MessageFormat
+    from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+
+Format = Literal["debezium", "json", "avro"]
+Decimals = Literal["string", "precise"]
+Properties = tuple[tuple[str, str], ...]
+
+TOPIC = "{pipeline}.{schema}.{table}"
+TIMEOUT = 300.0
+
+_SECRET = re.compile(r"password|secret|\.pem$|token", re.IGNORECASE)
+_NOT_IN_TOPICS = re.compile(r"[^A-Za-z0-9._-]")
+_RESERVED = ("bootstrap.servers", "transactional.id", "transaction.timeout.ms", "isolation.level", "enable.idempotence")
+
+
+@dataclass(frozen=True)
+class KafkaSettings:
+    """See :class:`.SinkSettings`.
+
+    :param brokers: ``host:port``, several with commas.
+    :param properties: of the client, as librdkafka names them.
+    :param format: of the messages.
+    :param topic: a pattern of the topics' names, with ``{pipeline}``, ``{schema}`` and ``{table}``.
+    :param partitions: of topics that are made, -1 for the brokers' default.
+    :param replicas: likewise.
+    :param topic_config: of topics that are made.
+    :param transaction_timeout: seconds after which the brokers end a transaction.
+    :param registry: the schema registry's URL, for Avro.
+    :param registry_properties: of its client.
+    :param decimals: how Debezium's format writes ``numeric``.
+    :param schemas: whether JSON in Debezium's format carries its schema.
+    :param tombstones: whether a message without a value follows a delete in Debezium's format.
+    :param database: the source's name in Debezium's format.
+    :param adopt: whether topics with messages of others are written on to.
+    """
+
+    brokers: str
+    properties: Properties = field(default=(), repr=False)
+    format: Format = "debezium"
+    topic: str = TOPIC
+    partitions: int = -1
+    replicas: int = -1
+    topic_config: Properties = ()
+    transaction_timeout: float = TIMEOUT
+    registry: str | None = None
+    registry_properties: Properties = field(default=(), repr=False)
+    decimals: Decimals = "string"
+    schemas: bool = False
+    tombstones: bool = True
+    database: str = ""
+    adopt: bool = False
+    schema: str = "{schema}"
+    mode: Mode = "changelog"
+    type: Literal["kafka"] = "kafka"
+
+    @classmethod
+    def parse(cls, section: Section) -> Self:
+        """See :meth:`.SinkSettings.parse`."""
+        section.take("mode", _changelog, "changelog")
+        found = section.connection("brokers", "Kafka", address_of)
+        brokers, connected = found or (section.take("brokers", as_brokers, "", secret=True), ())
+        given = section.texts("properties", secret=True)
+        format_ = cast(Format, section.take("format", one_of("debezium", "json", "avro"), "debezium"))
+        avro = format_ == "avro"
+        debezium = format_ == "debezium"
+        return cls(
+            brokers=brokers,
+            properties=tuple({**dict(connected), **dict(_ours_left_out(given))}.items()),
+            format=format_,
+            topic=section.take("topic", as_topic, TOPIC),
+            partitions=section.take("partitions", as_positive_integer, -1),
+            replicas=section.take("replicas", as_positive_integer, -1),
+            topic_config=section.texts("topic_config"),
+            transaction_timeout=section.take("transaction_timeout", as_positive_seconds, TIMEOUT),
+            registry=section.take("registry", as_text) if avro else None,
+            registry_properties=section.texts("registry_properties", secret=True) if avro else (),
+            decimals=cast(Decimals, section.take("decimals", one_of("string", "precise"), "string"))
+            if avro or debezium
+            else "string",
+            schemas=section.take("schemas", as_flag, False) if debezium else False,
+            tombstones=section.take("tombstones", as_flag, True) if avro or debezium else True,
+            database=section.take("database", as_text, "") if avro or debezium else "",
+            adopt=section.take("adopt", as_flag, False),
+            schema=section.take("schema", as_text, "{schema}"),
+        )
+
+    @property
+    def place(self) -> str:
+        """See :attr:`.SinkSettings.place`."""
+        return self.brokers
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """See :attr:`.SinkSettings.secrets`."""
+        both = (*self.properties, *self.registry_properties)
+        return tuple(value for name, value in both if value and (_SECRET.search(name) or name.endswith("user.info")))
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """See :attr:`.SinkSettings.spark_conf`: nothing, as messages are written without the JVM."""
+        return {}
+
+    def topic_of(self, pipeline: str, schema: str, name: str) -> str:
+        """The topic of a target."""
+        topic = self.topic.format(pipeline=pipeline, schema=schema, table=name)
+        return _NOT_IN_TOPICS.sub("_", topic)
+
+    def messages(self, pipeline: str) -> MessageFormat:
+        """What messages look like.
+
+        :param pipeline: its name.
+        """
+        if self.format == "json":
+            from airflow_cdc_provider.engine.sinks.kafka.format import PlainFormat
+
+            return PlainFormat()
+        if self.registry is None:
+            from airflow_cdc_provider.engine.sinks.kafka.debezium import DebeziumFormat
+
+            return DebeziumFormat(pipeline, self.database, self.decimals, self.schemas, self.tombstones)
+        from airflow_cdc_provider.engine.sinks.kafka.avro import AvroFormat, Registry
+
+        registry = Registry(self.registry, self.registry_properties)
+        return AvroFormat(registry, pipeline, self.database, self.decimals, self.tombstones)
+
+    def open(self, pipeline: str, part: str = "") -> KafkaSink:
+        """See :meth:`.SinkSettings.open`."""
+        from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+
+        return KafkaSink(self, pipeline, part)
+
+    def check(
+        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
+    ) -> None:
+        """See :meth:`.SinkSettings.check`."""
+        from airflow_cdc_provider.engine.sinks.kafka.checks import check
+
+        check(self, checks, pipeline, tables)
+
+    def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
+        """See :meth:`.SinkSettings.dataset`."""
+        return f"kafka://{self.brokers.partition(',')[0]}", self.topic_of(pipeline, schema, name)
+
+
+def as_brokers(value: object) -> str:
+    """Addresses of brokers, with commas."""
+    text = as_text(value).replace(" ", "")
+    if not all(re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/@\[\]]+)(:\d{1,5})?", each) for each in text.split(",")):
+        raise ValueError("brokers as host:port, several with commas; user and password belong into `properties`")
+    return text
+
+
+def as_topic(value: object) -> str:
+    """A pattern of topics' names."""
+    wanted = "a pattern with {table}, and {schema} where needed, as in `shop.{schema}.{table}`"
+    text = as_text(value)
+    try:
+        name = text.format(pipeline="p", schema="s", table="t")
+    except (KeyError, IndexError, ValueError):
+        raise ValueError(wanted) from None
+    if "{table}" not in text or _NOT_IN_TOPICS.search(name):
+        raise ValueError(wanted)
+    return text
+
+
+def address_of(connection: str) -> tuple[str, Properties]:
+    """Brokers and properties of an Airflow connection to Kafka, of Kafka's provider or any with a host.
+
+    Its extras are properties of the client, ``bootstrap.servers`` among them, as Kafka's provider has it.
+
+    :param connection: as URI or JSON.
+    :raises ValueError: saying what would be right; nothing of the connection is in it.
+    """
+    wanted = "a connection with bootstrap.servers in its extra, or with host and port"
+    try:
+        parts = json.loads(connection) if connection.lstrip().startswith("{") else _uri_parts(connection)
+        extra = parts.get("extra") or {}
+        extra = json.loads(extra) if isinstance(extra, str) else extra
+        properties = {name: _property(value) for name, value in extra.items() if name not in ("group.id", "topics")}
+    except (json.JSONDecodeError, AttributeError):
+        raise ValueError(wanted) from None
+    port = f":{parts['port']}" if parts.get("port") else ""
+    brokers = properties.pop("bootstrap.servers", None) or f"{parts.get('host') or ''}{port}"
+    if parts.get("login"):
+        properties.setdefault("sasl.username", str(parts["login"]))
+    if parts.get("password"):
+        properties.setdefault("sasl.password", str(parts["password"]))
+    try:
+        return as_brokers(brokers), _ours_left_out(tuple(properties.items()))
+    except ValueError:
+        raise ValueError(wanted) from None
+
+
+def _uri_parts(uri: str) -> dict[str, Any]:
+    parts = urlsplit(uri)
+    extra: dict[str, Any] = dict(parse_qsl(parts.query))
+    if "__extra__" in extra:
+        extra = json.loads(extra["__extra__"])
+    names = {"login": parts.username, "password": parts.password, "host": parts.hostname}
+    decoded = {name: unquote(value) for name, value in names.items() if value}
+    return {**decoded, "port": parts.port, "extra": extra}
+
+
+def _property(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _ours_left_out(properties: Properties) -> Properties:
+    """The properties without those that the sink sets itself."""
+    return tuple((name, value) for name, value in properties if name not in _RESERVED)
+
+
+def _changelog(value: object) -> str:
+    if value != "changelog":
+        raise ValueError("changelog: a topic keeps what was sent; a compacted one comes to the last row of each key")
+    return "changelog"

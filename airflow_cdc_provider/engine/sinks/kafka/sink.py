@@ -1,0 +1,633 @@
+"""The Kafka sink: changes of tables as messages of their topics, each unit in all of them at once.
+
+Tasks write messages, as they will be, into the pipeline's staging topic. The driver takes them from there and writes
+them into their topics, and what follows for the record into its own, in one transaction: consumers that read what is
+committed see each change once, and a unit in all topics or in none. Overtaken runs are fenced by the brokers, see
+:mod:`.writer`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.connection import Connection
+from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.errors import (
+    ConfigError,
+    ForeignTable,
+    GateClosed,
+    StagingLost,
+    StreamFailed,
+    UnknownTable,
+)
+from airflow_cdc_provider.engine.evolution import redefinition
+from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.row_side import row_sides
+from airflow_cdc_provider.engine.sides import Key, Sides
+from airflow_cdc_provider.engine.sinks import changes
+from airflow_cdc_provider.engine.sinks.append_only import AppendOnly, only
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.changes import Change, Contents
+from airflow_cdc_provider.engine.sinks.changes_record import ChangesRecord, Commit
+from airflow_cdc_provider.engine.sinks.kafka import events
+from airflow_cdc_provider.engine.sinks.kafka.cluster import Cluster, Topic
+from airflow_cdc_provider.engine.sinks.kafka.format import Format
+from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal, written
+from airflow_cdc_provider.engine.sinks.kafka.messages import pack, unpack
+from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
+from airflow_cdc_provider.engine.sinks.kafka.staging import CHUNKS, SUFFIX, UNITS, Blob, Staging, require
+from airflow_cdc_provider.engine.sinks.kafka.writer import Batch, Overtaken, Unsure, Writer, end_all
+from airflow_cdc_provider.engine.sinks.lake.room import Room, room_at
+
+_TRIES = 10
+_MARGIN = 10.0  # seconds after its timeout in which the brokers have ended a transaction
+_TAIL = 100
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rows that have been read from the source and staged, and not been committed yet.
+
+    :param room: where they stand in the changelog.
+    """
+
+    blobs: tuple[Blob, ...]
+    room: Room
+    rows: int
+    watermark: Watermark
+
+
+@dataclass(frozen=True)
+class KafkaSink(ChangesRecord, AppendOnly):
+    """A pipeline's topics in a cluster; see :class:`.base.Sink`.
+
+    :param part: of the run, which writes at the same time as others.
+    """
+
+    settings: KafkaSettings
+    pipeline: str
+    part: str = ""
+    mode: Literal["mirror", "changelog"] = "changelog"
+
+    # -- the cluster --------------------------------------------------------------------------------
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that the settings name."""
+        return Cluster(self.settings.brokers, self.settings.properties)
+
+    @property
+    def place(self) -> str:
+        """See :attr:`.ChangesRecord.place`."""
+        return self.settings.place
+
+    @property
+    def journal(self) -> Journal:
+        """The record's topic."""
+        return Journal(self.cluster, self.pipeline)
+
+    @property
+    def staging(self) -> Staging:
+        """The topic of what is staged."""
+        return Staging(self.cluster, self.pipeline)
+
+    @property
+    def format(self) -> Format:
+        """What messages look like."""
+        return self.settings.messages(self.pipeline)
+
+    def topic_of(self, target: Target) -> str:
+        """The name of a target's topic."""
+        return self.settings.topic_of(self.pipeline, target.schema, target.name)
+
+    def identity(self) -> Mapping[str, Any]:
+        """See :meth:`.base.Sink.identity`: the number that the cluster was given when it was made."""
+        return {"cluster": self.cluster.id()}
+
+    # -- transactions -------------------------------------------------------------------------------
+
+    def _current(self) -> Contents | None:
+        return self.journal.contents()
+
+    def _others(self) -> Iterable[tuple[str, Contents]]:
+        for topic in self.cluster.topics():
+            pipeline = topic.removeprefix(PREFIX)
+            if topic.startswith(PREFIX) and not topic.endswith(SUFFIX) and pipeline != self.pipeline:
+                yield pipeline, Journal(self.cluster, pipeline).contents() or {}
+
+    def _begin(self, change: Change, what: str) -> bool:
+        self.journal.create(self.settings.replicas)
+        self.staging.create(self.settings.replicas)
+
+        def decide(contents: Contents | None) -> Commit | None:
+            return Commit(change) if contents is None else None
+
+        return self._transact(self._writer(), what, decide) is not None
+
+    def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
+        """See :meth:`.ChangesRecord._append`.
+
+        What other parts have open is ended before, so that nothing is waited for, and afterwards, when who has decided
+        by what was so before may be about to commit.
+        """
+        end_all(self._writers(self._contents(epoch)))
+        appended = self._transact(self._writer(), what, lambda contents: decide(self._owned(contents, epoch)))
+        if appended is not None:
+            end_all(self._writers(appended))
+        return appended
+
+    def _commit(
+        self,
+        epoch: int,
+        what: str,
+        decide: Callable[[Contents], Commit | None],
+        data: Callable[[], Iterable[Batch]],
+    ) -> Contents | None:
+        """Commit messages, and what has been decided, under the part's own ``transactional.id``.
+
+        Parts that write at the same time decide what does not depend on the others.
+        """
+        self._join(epoch)
+        return self._transact(
+            self._writer(self.part), what, lambda contents: decide(self._owned(contents, epoch)), data
+        )
+
+    def _join(self, epoch: int) -> None:
+        """Have the part's ``transactional.id`` in the record, so that who takes the epoch ends what is open there."""
+
+        def decide(contents: Contents) -> Commit | None:
+            known = self.part in contents.get("writers", {})
+            return None if known else Commit(Change({"writers": {self.part: True}}))
+
+        if self.part and decide(self._contents(epoch)) is not None:
+            self._append(epoch, f"{self.part} writes", decide)
+
+    def _writer(self, part: str = "") -> Writer:
+        name = f"{PREFIX}{self.pipeline}" + (f".{part}" if part else "")
+        return Writer(self.cluster, name, self.settings.transaction_timeout)
+
+    def probe(self) -> Writer:
+        """One that no run has, to see whether transactions can be begun."""
+        return self._writer("preflight")
+
+    def _writers(self, contents: Contents) -> list[Writer]:
+        return [self._writer(part) for part in contents.get("writers", {})]
+
+    def _transact(
+        self,
+        writer: Writer,
+        what: str,
+        decide: Callable[[Contents | None], Commit | None],
+        data: Callable[[], Iterable[Batch]] = tuple,
+    ) -> Contents | None:
+        """Decide by what the record holds, and commit that.
+
+        :param what: is done, for people who read the topic.
+        :returns: what the record holds afterwards; ``None`` when there was nothing to commit.
+        """
+        late = 0
+        with writer.alone():
+            for _ in range(_TRIES):
+                writer.take()
+                contents = self.journal.contents(self.settings.transaction_timeout + _MARGIN)
+                commit = decide(contents)
+                if commit is None:
+                    return None
+                try:
+                    writer.commit(self.journal, what, written(commit.now, contents or {}), data())
+                except Overtaken as e:
+                    late += e.seconds > writer.timeout
+                    if late > 1:
+                        raise writer.too_long(e.seconds) from e
+                except Unsure:
+                    continue  # what the record says tells how it has ended
+                else:
+                    # A transaction is committed a moment before readers are shown it: then they are, all of them.
+                    return self.journal.contents(self.settings.transaction_timeout + _MARGIN)
+        raise StreamFailed(
+            f"others have taken {writer.id} {_TRIES} times while this run was about to commit",
+            "See that no two runs of the pipeline have the same part; then start again.",
+        )
+
+    # -- targets -----------------------------------------------------------------------------------
+
+    def _require_apart(self, targets: Sequence[Target]) -> None:
+        found: dict[str, Target] = {}
+        for target in targets:
+            other = found.setdefault(self.topic_of(target), target)
+            if other.table.label != target.table.label:
+                raise ConfigError(
+                    f"{other.table.label} and {target.table.label} would share the topic {self.topic_of(target)}",
+                    "Tell them apart by `sink.topic`, as in `{pipeline}.{schema}.{table}`, or leave one out.",
+                )
+
+    def _has(self, contents: Contents, target: Target) -> bool:
+        tables = contents.get("tables", {})
+        own = self.topic_of(target)
+        return any(told["topic"] == own for label, told in contents.get("topics", {}).items() if label in tables)
+
+    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
+        topic = self.topic_of(target)
+        there = self.cluster.topic(topic)
+        if there is None:
+            return
+        last = None
+        if recorded is not None:
+            last = _last(self._current() or {}, target)
+        elif ours:
+            last = self._last_event(target)
+        elif not self.settings.adopt and any(True for _ in self.cluster.read(there, there.beginning)):
+            raise ForeignTable(
+                f"the topic {topic}, target of {target.schema}.{target.name}, has messages that pipeline"
+                f" {self.pipeline!r} did not write",
+                "Remove it, give the pipeline another pattern of topics (`sink.topic`), or have it write on to them"
+                " (`sink.adopt`).",
+            )
+        if start is not None and last is not None and last > start:
+            raise GateClosed(
+                f"the topic {topic} has events up to {format_lsn(last)}, but the source's log is at"
+                f" {format_lsn(start)}: they are of a history that the source has left, and new ones would come before",
+                "Remove the topic, or name another one by `sink.topic`, then run `airflow-cdc resnapshot --all`.",
+            )
+
+    def _last_event(self, target: Target) -> int | None:
+        """The highest LSN in a topic, by the last messages of each of its partitions; ``None`` without any."""
+        there = self.cluster.topic(self.topic_of(target))
+        if there is None:
+            return None
+        every = range(there.partitions)
+        firsts, ends = self.cluster.first(there.name, every), self.cluster.ends(there.name, every)
+        found = [self._last_of(target, there, p, firsts[p], ends[p]) for p in every]
+        return max((lsn for lsn in found if lsn is not None), default=None)
+
+    def _last_of(self, target: Target, topic: Topic, partition: int, first: int, end: int) -> int | None:
+        tail = _TAIL
+        while True:
+            start = max(first, end - tail)
+            lsns = [
+                lsn
+                for batch in self._read(target, topic, {partition: start})
+                for lsn in batch["_commit_lsn"].to_pylist()
+            ]
+            if lsns or start == first:
+                return max(map(parse_lsn, lsns), default=None)
+            tail *= 10
+
+    def _create(self, targets: Sequence[Target]) -> None:
+        settings = self.settings
+        for target in targets:
+            config = dict(settings.topic_config)
+            self.cluster.create(self.topic_of(target), settings.partitions, settings.replicas, config)
+
+    def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
+        told, begins = {}, {}
+        joining = [t for t in targets if t.table.label not in contents.get("tables", {})]
+        for target in targets:
+            label = target.table.label
+            last = self._last_event(target) if label in ours else _last(contents, target)
+            told[label] = _topic(self.topic_of(target), None if target in joining and label not in ours else last)
+            if target in joining and self.settings.adopt and (there := self.cluster.topic(self.topic_of(target))):
+                ends = self.cluster.ends(there.name, range(there.partitions))
+                begins[label] = {"id": there.id, "offsets": [ends[p] for p in sorted(ends)]}
+        gone = [target.table.label for target in joining]
+        return Change({"topics": told, "begins": begins}, {"reads": gone, "begins": gone})
+
+    def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
+        """See :meth:`.base.Sink.missing`."""
+        return tuple(target for target in targets if self.cluster.topic(self.topic_of(target)) is None)
+
+    def redefine(self, epoch: int, before: Target, after: Target) -> None:
+        """See :meth:`.base.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""
+        failpoint("before-redefinition")
+        change = redefinition(before.table, after.table)
+        for column in change.added:
+            if column.missing is not None:
+                raise RowsNeeded(f"rows of before have {column.missing!r} in the added column {column.name}")
+        if change.renamed or change.replaced:
+            raise RowsNeeded("messages keep the names of the columns that they have")
+        if change.retyped:
+            raise RowsNeeded("messages keep the types of the columns that they have")
+        self._append(epoch, f"{after.table.label} redefined", lambda contents: Commit(changes.redefined(after)))
+        failpoint("after-redefinition")
+
+    # -- the record ---------------------------------------------------------------------------------
+
+    def take_epoch(self, owner: str, at_least: int = 0) -> int:
+        """See :meth:`.base.Sink.take_epoch`."""
+        epoch = super().take_epoch(owner, at_least)
+        self.staging.create(self.settings.replicas)
+        return epoch
+
+    def end_sessions(self) -> None:
+        """See :meth:`.base.Sink.end_sessions`: transactions that are open are ended, and none goes on."""
+        writers = [self._writer(self.part)]
+        if not self.part:
+            writers += self._writers(self._current() or {})
+        for writer in writers:
+            writer.leave()
+        end_all(writers)
+
+    def sweep(self, epoch: int) -> None:
+        """See :meth:`.base.Sink.sweep`; chunks stay, but for those that earlier runs have left."""
+        if self._is_at(epoch):
+            self.staging.clear(UNITS)
+            self.staging.clear_before(CHUNKS, epoch)
+
+    def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
+        """See :meth:`.base.Sink.deposit`."""
+        self._contents(epoch)
+        self.staging.deposit(epoch, name, data)
+
+    def fetch(self, epoch: int, name: str, size: int) -> bytearray:
+        """See :meth:`.base.Sink.fetch`."""
+        self._contents(epoch)
+        blob = self.staging.deposited(epoch).get(name)
+        return require(bytearray() if blob is None else self.staging.read(blob), size, blob is not None)
+
+    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
+        """See :meth:`.base.Sink.discard`."""
+        if self._is_at(epoch):
+            if names is None:
+                self.staging.discard_all()
+            else:
+                self.staging.discard(epoch, names)
+
+    def _is_at(self, epoch: int) -> bool:
+        contents = self._current()
+        return contents is not None and contents["head"]["epoch"] == epoch
+
+    def drop(self) -> None:
+        """See :meth:`.base.Sink.drop`."""
+        contents = self._current() or {}
+        end_all([self._writer(), *self._writers(contents)])
+        self.cluster.remove(self.journal.topic)
+        self.cluster.remove(self.staging.topic)
+
+    # -- chunks and re-reads -----------------------------------------------------------------------
+
+    def write_chunk(
+        self,
+        epoch: int,
+        target: Target,
+        chunk: Chunk,
+        origin: Origin,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> Written | None:
+        """See :meth:`.base.Sink.write_chunk`."""
+        contents = self._contents(epoch)
+        if not self._is_open(contents, chunk, origin):
+            return None
+        failpoint("before-chunk-staged")
+        found = self._stage_rows(epoch, contents, target, None if chunk.whole else (), batches, finish)
+        failpoint("after-chunk-staged")
+        return found
+
+    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
+        """See :meth:`.base.Sink.commit_chunks`; all in one transaction."""
+        chosen: list[CopiedChunk] = []
+
+        def decide(contents: Contents) -> Commit | None:
+            chosen.clear()
+            change = Change()
+            for each in copied:
+                if self._is_open(contents, each.chunk, each.origin) and each.chunk not in [c.chunk for c in chosen]:
+                    self._require_room(contents, each.target, each.written)
+                    found: Written = each.written
+                    change += changes.chunk_committed(each.chunk, found.watermark, found.rows, epoch)
+                    change += self._read_change(each.target, found)
+                    chosen.append(each)
+            return Commit(change) if chosen else None
+
+        def data() -> Iterator[Batch]:
+            for each in chosen:
+                yield from self._batches(self.topic_of(each.target), each.written.blobs)
+            failpoint("before-chunk-commit")
+
+        failpoint("before-chunk-prepared")
+        title = ", ".join(each.chunk.title for each in copied)
+        committed = chosen if self._commit(epoch, f"chunks {title}", decide, data) is not None else []
+        failpoint("after-chunk-commit")
+        self.staging.release(chain.from_iterable(each.written.blobs for each in copied))
+        return [each.written.rows if any(each is c for c in committed) else None for each in copied]
+
+    def replace(
+        self,
+        epoch: int,
+        target: Target,
+        keys: frozenset[tuple[str, ...]] | None,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+        before: Target | None,
+    ) -> int:
+        """See :meth:`.base.Sink.replace`."""
+        contents = self._contents(epoch)
+        if before is None:
+            self._check([target], {})
+        if keys is not None:
+            batches = (only(target, keys, batch) for batch in batches)
+        found = self._stage_rows(epoch, contents, target, keys, batches, finish)
+
+        def decide(contents: Contents) -> Commit:
+            self._require_room(contents, target, found)
+            read = changes.reread(contents, target, keys, found.watermark, found.rows)
+            return Commit(read + self._read_change(target, found))
+
+        def data() -> Iterator[Batch]:
+            yield from self._batches(self.topic_of(target), found.blobs)
+            failpoint("before-reread-commit")
+
+        self._commit(epoch, f"{target.table.label} read again", decide, data)
+        failpoint("after-reread-commit")
+        self.staging.release(found.blobs)
+        return found.rows
+
+    def _stage_rows(
+        self,
+        epoch: int,
+        contents: Contents,
+        target: Target,
+        keys: Collection[tuple[str, ...]] | None,
+        batches: Iterator[pa.RecordBatch],
+        finish: Callable[[], Watermark],
+    ) -> Written:
+        """Stage rows that were read from the source, and before them what they replace.
+
+        :param keys: of the rows that they replace, ``None`` for all.
+        """
+        if keys is None:
+            self._create([target])
+        lsn = parse_lsn(contents["head"]["applied"])
+        room = _room(contents, target, lsn, keys is None or bool(keys))
+        now = int(time.time() * 1_000_000)
+        blobs, rows = [], 0
+        if room.marker is not None and keys is None:
+            blobs.append(self._put(CHUNKS, epoch, target, events.truncate(target, lsn, room.marker, now)))
+        elif room.marker is not None and keys:
+            gone = events.deletes(target, sorted(keys), lsn, room.marker, now)
+            blobs.append(self._put(CHUNKS, epoch, target, gone))
+        for batch in batches:
+            if batch.num_rows:
+                read = events.read_rows(target, batch, lsn, room.seq, now)
+                blobs.append(self._put(CHUNKS, epoch, target, read))
+                rows += batch.num_rows
+        return Written(tuple(blobs), room, rows, finish())
+
+    def _read_change(self, target: Target, found: Written) -> Change:
+        """What the record says of rows that were read."""
+        label, room = target.table.label, found.room
+        read = {"lsn": format_lsn(room.lsn), "seq": room.seq}
+        change = Change({"reads": {label: read}})
+        if found.blobs:
+            change += Change({"topics": {label: _topic(self.topic_of(target), room.lsn)}})
+        return change
+
+    def _require_room(self, contents: Contents, target: Target, found: Written) -> None:
+        """Refuse rows that do not come behind all that is in the topic by now.
+
+        :raises StagingLost: when the stream has gone on, or the table was read again, since they were staged.
+        """
+        applied = parse_lsn(contents["head"]["applied"])
+        room = _room(contents, target, applied, found.room.marker is not None)
+        if applied != found.room.lsn or room.seq > found.room.seq:
+            raise StagingLost(
+                f"rows of {target.table.label} were staged for {format_lsn(found.room.lsn)}, but the topic has gone on"
+                f" to {format_lsn(applied)}",
+                "Start again: the rows are read anew.",
+            )
+
+    # -- stream units ------------------------------------------------------------------------------
+
+    def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
+        """See :meth:`.base.Sink.stage`."""
+        if not effects:
+            return ()
+        contents = self._contents(epoch)
+        partition = UNITS[zlib.crc32(attempt.encode()) % len(UNITS)]
+        staged = []
+        for effect in effects:
+            target, relation = changes.target_of(contents, effect.label), None
+            if effect.rows.num_rows:
+                blob = self._put(partition, epoch, target, events.settled(target, effect.rows))
+                last = pc.max(effect.rows.column("commit_lsn")).as_py()
+                relation = json.dumps({"blob": blob.to_dict(), "last": last})
+            columns = tuple(effect.rows.column_names)
+            staged.append(Staged(effect.label, relation, effect.rows.num_rows, effect.truncate, columns))
+        failpoint("before-batch-staged")
+        failpoint("after-batch-staged")
+        return tuple(staged)
+
+    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+        """See :meth:`.base.Sink.commit`."""
+        failpoint("before-batch-commit")
+        staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
+        told = [(each.label, json.loads(each.relation)) for each in staged if each.relation is not None]
+        found = [(label, Blob.from_dict(relation["blob"])) for label, relation in told]
+        lasts: dict[str, int] = {}
+        for label, relation in told:
+            lasts[label] = max(lasts.get(label, 0), relation["last"])
+        targets: dict[str, Target] = {}
+
+        def decide(contents: Contents) -> Commit | None:
+            if not self._is_next(contents, start, end, pieces):
+                return None
+            targets.update({label: changes.target_of(contents, label) for label in lasts})
+            topics = {label: _topic(self.topic_of(targets[label]), last) for label, last in lasts.items()}
+            return Commit(changes.unit_applied(contents, end, time.time()) + Change({"topics": topics}))
+
+        def data() -> Iterator[Batch]:
+            for label, blob in found:
+                yield from self._batches(self.topic_of(targets[label]), [blob])
+            failpoint("in-batch-commit")
+
+        title = f"unit ({format_lsn(start)}, {format_lsn(end)}]"
+        applied = self._commit(epoch, title, decide, data) is not None
+        failpoint("after-batch-commit")
+        self.staging.release(blob for _, blob in found)
+        return applied
+
+    def _put(self, partition: int, epoch: int, target: Target, rows: pa.Table) -> Blob:
+        """Stage events, as the messages that they will be.
+
+        :param partition: of the staging topic.
+        :raises StreamFailed: when their topic is gone.
+        """
+        topic = self.cluster.topic(self.topic_of(target))
+        if topic is None:
+            raise StreamFailed(
+                f"the topic {self.topic_of(target)} on {self.place} is gone",
+                f"Run `airflow-cdc resnapshot --table '{target.table.label}'`: it is made again, with all rows.",
+            )
+        messages = self.format.encode(target, topic.name, rows)
+        return self.staging.write(partition, epoch, pack(messages, topic.partitions))
+
+    def _batches(self, topic: str, blobs: Iterable[Blob]) -> Iterator[Batch]:
+        for blob in blobs:
+            yield from unpack(topic, self.staging.read(blob))
+
+    # -- comparing ---------------------------------------------------------------------------------
+
+    def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
+        """See :meth:`.base.Sink.compared`."""
+        if self.missing([target]):
+            raise UnknownTable(
+                f"the topic {self.topic_of(target)} of the target {target.schema}.{target.name} is gone",
+                f"Run `airflow-cdc resnapshot --table '{target.table.label}'`.",
+            )
+        return row_sides(source, target, self.mode, self.rows)
+
+    def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
+        """All events of a target's topic that are ours, committed, and still there.
+
+        :param keys: all events come, whatever the keys.
+        """
+        there = self.cluster.topic(self.topic_of(target))
+        if there is None:
+            return iter(())
+        begins = (self._current() or {}).get("begins", {}).get(target.table.label)
+        offsets = begins["offsets"] if begins is not None and begins["id"] == there.id else []
+        return self._read(target, there, there.beginning | dict(enumerate(offsets)))
+
+    def _read(self, target: Target, topic: Topic, starts: Mapping[int, int]) -> Iterator[pa.RecordBatch]:
+        """The events of a target's topic from some offsets on, by partition."""
+        for messages in self.cluster.read(topic, starts):
+            found = [(message.key, message.value) for message in messages]
+            keys, values = (pa.array(column, pa.large_binary()) for column in zip(*found, strict=True))
+            yield self.format.decode(target, keys, values)
+
+
+def _room(contents: Contents, target: Target, lsn: int, replacing: bool) -> Room:
+    """Where rows that are read now stand.
+
+    :param lsn: the applied LSN.
+    :param replacing: they replace what the topic amounts to.
+    """
+    read = contents.get("reads", {}).get(target.table.label)
+    last = int(read["seq"]) if read is not None and parse_lsn(read["lsn"]) == lsn else None
+    return room_at(lsn, last, replacing and _last(contents, target) is not None)
+
+
+def _topic(topic: str, last: int | None) -> dict[str, Any]:
+    """What the record says of a target's topic.
+
+    :param last: the highest LSN of its messages; ``None`` when it has none.
+    """
+    return {"topic": topic, "last": None if last is None else format_lsn(last)}
+
+
+def _last(contents: Contents, target: Target) -> int | None:
+    told = contents.get("topics", {}).get(target.table.label) or {}
+    return None if told.get("last") is None else parse_lsn(told["last"])
