@@ -1,0 +1,93 @@
+"""The ``sink`` section for Kafka: where brokers, users and secrets come from, and what topics are called."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.section import Section
+from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings, address_of
+
+LOGIN = (("security.protocol", "SASL_SSL"), ("sasl.username", "me"), ("sasl.password", "p@ss:word"))
+
+
+def parse(sink: dict[str, Any], resolve: bool = True, **environment: str) -> KafkaSettings:
+    section = Section("sink", sink, environment, resolve)
+    settings = KafkaSettings.parse(section)
+    section.finish()
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("connection", "brokers", "properties"),
+    [
+        ("kafka://one:9092", "one:9092", ()),
+        ("kafka://me:p%40ss%3Aword@one:9092?security.protocol=SASL_SSL", "one:9092", LOGIN),
+        (
+            json.dumps({"conn_type": "kafka", "extra": {"bootstrap.servers": "a:1,b:2", **dict(LOGIN)}}),
+            "a:1,b:2",
+            LOGIN,
+        ),
+        (
+            json.dumps({"extra": json.dumps({"bootstrap.servers": "a:1", "group.id": "g", "enable.ssl": True})}),
+            "a:1",
+            (("enable.ssl", "true"),),
+        ),
+        ("kafka://?__extra__=%7B%22bootstrap.servers%22%3A%20%22a%3A1%22%7D", "a:1", ()),
+        ("kafka://one:9092?transactional.id=mine&isolation.level=read_uncommitted", "one:9092", ()),
+    ],
+)
+def test_an_airflow_connection_names_brokers_and_properties(
+    connection: str, brokers: str, properties: tuple[tuple[str, str], ...]
+) -> None:
+    settings = parse({"conn_id": "events"}, AIRFLOW_CONN_EVENTS=connection)
+    assert settings.brokers == brokers
+    assert dict(settings.properties) == dict(properties)
+    assert "p@ss" not in repr(settings)
+
+
+@pytest.mark.parametrize("connection", ["kafka://", "{", '{"extra": "no json"}', "postgresql://u:secret@/db"])
+def test_a_connection_without_brokers_is_refused_and_not_shown(connection: str) -> None:
+    with pytest.raises(ConfigError, match="not a Kafka connection") as told:
+        parse({"conn_id": "events"}, AIRFLOW_CONN_EVENTS=connection)
+    assert "secret" not in told.value.message + told.value.solution
+    with pytest.raises(ValueError, match="bootstrap"):
+        address_of(connection)
+
+
+def test_properties_of_the_file_win_and_take_variables() -> None:
+    sink = {"conn_id": "events", "properties": {"sasl.password": "${PASSWORD}", "socket.keepalive.enable": True}}
+    settings = parse(sink, AIRFLOW_CONN_EVENTS="kafka://me:old@one:9092", PASSWORD="new")
+    assert dict(settings.properties) == {
+        "sasl.username": "me",
+        "sasl.password": "new",
+        "socket.keepalive.enable": "true",
+    }
+    assert settings.secrets == ("new",)
+    with pytest.raises(ConfigError, match="PASSWORD") as told:
+        parse({"brokers": "one:9092", "properties": {"sasl.password": "${PASSWORD}"}})
+    assert "not set" in told.value.message
+
+
+def test_secrets_of_the_registry_are_secrets() -> None:
+    sink = {"brokers": "one:9092", "format": "avro", "registry": "http://r"}
+    settings = parse({**sink, "registry_properties": {"basic.auth.user.info": "me:secret", "ssl.ca.location": "/ca"}})
+    assert settings.secrets == ("me:secret",)
+    assert "secret" not in repr(settings)
+
+
+def test_a_file_that_is_not_resolved_names_no_brokers() -> None:
+    assert parse({"conn_id": "events"}, resolve=False).brokers == ""
+    assert parse({"brokers": "${BROKERS}"}, resolve=False).brokers == "${BROKERS}"
+    with pytest.raises(ConfigError, match=r"sink\.brokers is missing"):
+        parse({})
+
+
+def test_topics_have_names_that_kafka_takes() -> None:
+    settings = parse({"brokers": "one:9092"})
+    assert settings.topic_of("shop", "public", "Ord ers/ü") == "shop.public.Ord_ers__"
+    assert settings.dataset("shop", "public", "t") == ("kafka://one:9092", "shop.public.t")
+    assert parse({"brokers": "b:1", "topic": "dbz.{schema}.{table}"}).topic_of("p", "s", "t") == "dbz.s.t"
