@@ -93,7 +93,7 @@ class KafkaStore(SinkUnderTest):
         self.cluster.truncate(f"{PREFIX}p{SUFFIX}", {blob.partition: blob.offsets[-1] + 1})
 
     def occupy(self, target: Target) -> None:
-        self.cluster.create(self.topic(target), 1, -1, {})
+        self.cluster.create([self.topic(target)], 1, -1, {})
         send(self.cluster, self.topic(target), "theirs", "{}")
 
     def remove(self, target: Target) -> None:

@@ -260,7 +260,7 @@ def test_a_preflight_finds_what_stands_in_the_way(
 
 def test_a_preflight_finds_topics_of_others_and_policies_that_take_no_truncate(pipeline: KafkaPipeline) -> None:
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, a text)")
-    pipeline.cluster.create(pipeline.topic(), 1, -1, {})
+    pipeline.cluster.create([pipeline.topic()], 1, -1, {})
     send(pipeline.cluster, pipeline.topic(), "theirs", "{}")
     pipeline.change(sink={"topic_config": {"cleanup.policy": "compact"}})
     findings = {finding.check: finding for finding in preflight(pipeline.pipeline)}
@@ -270,7 +270,7 @@ def test_a_preflight_finds_topics_of_others_and_policies_that_take_no_truncate(p
 
 def test_topics_of_another_are_written_on_to_if_the_file_says_so(pipeline: KafkaPipeline) -> None:
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, a text)", "INSERT INTO t VALUES (1, 'x'), (2, 'y')")
-    pipeline.cluster.create(pipeline.topic(), 2, -1, {})
+    pipeline.cluster.create([pipeline.topic()], 2, -1, {})
     theirs = {"before": None, "after": {"id": 9, "a": "theirs"}, "source": {"lsn": 1}, "op": "c"}
     send(pipeline.cluster, pipeline.topic(), '{"id":9}', json.dumps(theirs))
     with pytest.raises(ForeignTable, match=r"sink\.adopt|did not write"):

@@ -317,13 +317,14 @@ class ChangesRecord:
         """
         staying = recorded if start is None else {}
         self._require_apart(list({**staying, **{target.table.label: target for target in targets}}.values()))
+        others = list(self._others())
         for target in targets:
-            self._refuse_anothers(target)
+            self._refuse_anothers(target, others)
             self._check_target(target, recorded.get(target.table.label), target.table.label in ours, start)
 
-    def _refuse_anothers(self, target: Target) -> None:
+    def _refuse_anothers(self, target: Target, others: Iterable[tuple[str, Contents]]) -> None:
         """Refuse a target, with rows or without, into which another pipeline copies."""
-        for pipeline, contents in self._others():
+        for pipeline, contents in others:
             if self._has(contents, target):
                 raise ForeignTable(
                     f"the target table {target.schema}.{target.name} belongs to pipeline {pipeline!r}",

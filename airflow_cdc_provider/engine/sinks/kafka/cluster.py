@@ -10,8 +10,8 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,29 +121,41 @@ class Cluster:
 
     def topic(self, name: str) -> Topic | None:
         """A topic; ``None`` when there is none of that name."""
-        names = TopicCollection([name])
-        try:
-            found = self._ask(lambda: self.admin.describe_topics(names, request_timeout=REQUEST_SECONDS)[name].result())
-        except _UnknownTopic:
-            return None
-        return Topic(name, str(found.topic_id), len(found.partitions))
+        return self.described([name]).get(name)
 
-    def create(self, name: str, partitions: int, replicas: int, config: Mapping[str, str]) -> Topic:
-        """Make a topic unless it is there.
+    def described(self, names: Collection[str]) -> dict[str, Topic]:
+        """Of some topics those that are there, by name."""
 
-        :param partitions: how many, -1 for the brokers' default.
+        def ask() -> dict[str, Topic]:
+            asked = self.admin.describe_topics(TopicCollection(list(names)), request_timeout=REQUEST_SECONDS)
+            answers = {name: _unless(_UNKNOWN, each) for name, each in asked.items()}
+            there = {name: found for name, found in answers.items() if found is not None}
+            return {name: Topic(name, str(found.topic_id), len(found.partitions)) for name, found in there.items()}
+
+        found: dict[str, Topic] = self._ask(ask) if names else {}
+        return found
+
+    def create(self, names: Collection[str], partitions: int, replicas: int, config: Mapping[str, str]) -> None:
+        """Make topics, unless they are there.
+
+        :param partitions: how many each has, -1 for the brokers' default.
         :param replicas: likewise.
         """
-        new = NewTopic(name, num_partitions=partitions, replication_factor=replicas, config=dict(config))
         deadline = time.monotonic() + _PATIENCE
-        while (found := self.topic(name)) is None:
+        while missing := sorted(set(names) - self.described(names).keys()):
             if time.monotonic() > deadline:
-                raise ConnectionFailed(f"the topic {name} on {self.brokers} was made, and is not there", _LOOK_AGAIN)
-            try:
-                self._ask(lambda: self.admin.create_topics([new], request_timeout=REQUEST_SECONDS)[name].result())
-            except _TopicExists:
-                time.sleep(_LOOK_SECONDS)  # it was made, or is being removed, this moment
-        return found
+                raise ConnectionFailed(f"topic {missing[0]} on {self.brokers} was made, and is not there", _LOOK_AGAIN)
+            self._make([NewTopic(name, partitions, replicas, config=dict(config)) for name in missing])
+
+    def _make(self, topics: list[NewTopic]) -> None:
+        """Make topics; one that is there was made, or is being removed, this moment."""
+
+        def ask() -> None:
+            for each in self.admin.create_topics(topics, request_timeout=REQUEST_SECONDS).values():
+                _unless((KafkaError.TOPIC_ALREADY_EXISTS,), each)
+
+        self._ask(ask)
+        time.sleep(_LOOK_SECONDS)
 
     def remove(self, name: str) -> None:
         """Remove a topic if it is there."""
@@ -151,8 +163,9 @@ class Cluster:
         while self.topic(name) is not None:
             if time.monotonic() > deadline:
                 raise ConnectionFailed(f"the topic {name} on {self.brokers} was removed, and is there", _LOOK_AGAIN)
-            with suppress(_UnknownTopic):
-                self._ask(lambda: self.admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name].result())
+            self._ask(
+                lambda: _unless(_UNKNOWN, self.admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name])
+            )
 
     def truncate(self, topic: str, before: Mapping[int, int]) -> None:
         """Remove messages of a topic from its front.
@@ -277,9 +290,7 @@ class Cluster:
         """An error of the client as one of ours."""
         code, said = error.code(), f"Kafka at {self.brokers}: {what}: {error.str()} ({error.name()})"
         if code in _UNKNOWN:
-            return _UnknownTopic(said, "See who has removed the topic; then start again.")
-        if code == KafkaError.TOPIC_ALREADY_EXISTS:
-            return _TopicExists(said, _LOOK_AGAIN)
+            return StreamFailed(said, "See who has removed the topic; then start again.")
         if code in _FORBIDDEN:
             return MissingPrivilege(said, "Grant what the documentation of the Kafka sink lists, see Privileges.")
         if code in _LOGIN:
@@ -321,12 +332,14 @@ _admins: dict[tuple[int, Cluster], AdminClient] = {}
 _consumers: defaultdict[tuple[int, Cluster, bool], list[_Kept]] = defaultdict(list)
 
 
-class _UnknownTopic(StreamFailed):
-    """There is no such topic."""
-
-
-class _TopicExists(StreamFailed):
-    """There is such a topic."""
+def _unless(codes: Sequence[int], asked: Any) -> Any:
+    """What is answered; ``None`` when that is an error with one of some codes."""
+    try:
+        return asked.result()
+    except KafkaException as e:
+        if e.args[0].code() not in codes:
+            raise
+        return None
 
 
 def _all(asked: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -72,7 +72,7 @@ class Journal:
 
     def create(self, replicas: int) -> None:
         """Make the topic, if it is not there."""
-        self.cluster.create(self.topic, 1, replicas, CONFIG)
+        self.cluster.create([self.topic], 1, replicas, CONFIG)
 
     def contents(self, patience: float | None = None) -> Contents | None:
         """What the record holds; ``None`` when there is none.

@@ -288,9 +288,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
     def _create(self, targets: Sequence[Target]) -> None:
         settings = self.settings
-        for target in targets:
-            config = dict(settings.topic_config)
-            self.cluster.create(self.topic_of(target), settings.partitions, settings.replicas, config)
+        topics = [self.topic_of(target) for target in targets]
+        self.cluster.create(topics, settings.partitions, settings.replicas, dict(settings.topic_config))
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
         told, begins = {}, {}
@@ -307,7 +306,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.base.Sink.missing`."""
-        return tuple(target for target in targets if self.cluster.topic(self.topic_of(target)) is None)
+        there = self.cluster.described([self.topic_of(target) for target in targets])
+        return tuple(target for target in targets if self.topic_of(target) not in there)
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
         """See :meth:`.base.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""

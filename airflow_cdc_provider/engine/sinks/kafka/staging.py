@@ -93,7 +93,7 @@ class Staging:
 
     def create(self, replicas: int) -> None:
         """Make the topic, if it is not there."""
-        self.cluster.create(self.topic, UNITS.stop, replicas, CONFIG)
+        self.cluster.create([self.topic], UNITS.stop, replicas, CONFIG)
 
     # -- blobs --------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka.journal import Journal, Written
 
-_QUEUE_MESSAGES, _QUEUE_KIB = 500_000, 256 << 10
+_QUEUE_MESSAGES, _QUEUE_KIB = 200_000, 64 << 10
 _LINGER_MS = 5
 _POLL = 0.1
 _END_SECONDS, _ABORT_SECONDS = 120.0, 10.0
