@@ -31,6 +31,7 @@ _END_SECONDS, _ABORT_SECONDS = 120.0, 10.0
 _AT_ONCE = 16
 
 _OVERTAKEN = (
+    KafkaError._FATAL,
     KafkaError._FENCED,
     KafkaError.PRODUCER_FENCED,
     KafkaError.INVALID_PRODUCER_EPOCH,
