@@ -395,6 +395,16 @@ class ProtocolContract:
         assert begun.rows() == [("1", "a", "1.00")]
         assert begun.record.applied == 250
 
+    def test_what_is_noted_with_a_unit_changes_with_it_and_not_without(self, begun: Begun) -> None:
+        before = begun.record.identity
+        assert begun.sink.commit(begun.epoch, 100, 200, [], {"offsets": {"t": {"0": 5}}})
+        assert begun.record.identity == {**before, "offsets": {"t": {"0": 5}}}
+        assert not begun.sink.commit(begun.epoch, 100, 200, [], {"offsets": {"t": {"0": 4}}})
+        assert begun.sink.commit(begun.epoch, 200, 250, [], {"offsets": {"t": {"0": 9}}})
+        with pytest.raises(GateClosed):
+            begun.sink.commit(begun.epoch, 200, 300, [], {"offsets": {}})
+        assert begun.record.identity == {**before, "offsets": {"t": {"0": 9}}}
+
     def test_a_piece_that_was_staged_twice_counts_once(self, begun: Begun) -> None:
         """Its task was lost, and tried again."""
         begun.piece(begun.put("1", "a", "1.00"))

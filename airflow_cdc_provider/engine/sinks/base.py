@@ -408,7 +408,14 @@ class Sink(CommitRecord, Protocol):
         :raises Fenced: when the epoch is another's.
         """
 
-    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def commit(
+        self,
+        epoch: int,
+        start: int,
+        end: int,
+        pieces: Sequence[StagedPiece],
+        noted: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Apply the unit ``(start, end]`` atomically, its pieces in the order of their ``index``.
 
         For each effect, in this order: the table is emptied if it says ``truncate``; values that are ``missing`` are
@@ -416,6 +423,7 @@ class Sink(CommitRecord, Protocol):
         ``erased`` inserted: a row may take the key that another one leaves. In the record ``applied`` becomes ``end``;
         re-reads of keys whose H it has reached are removed, chunks stay. What was staged is removed too.
 
+        :param noted: values of the record's ``identity``, changed in the same step.
         :returns: false when the record says that it had been applied before.
         :raises MissingValues: when rows must be read again first; nothing was applied.
         :raises Fenced: when the epoch is another's.

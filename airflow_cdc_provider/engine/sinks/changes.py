@@ -208,14 +208,18 @@ def reread(
     return read + redefined(target)
 
 
-def unit_applied(contents: Contents, end: int, now: float) -> Change:
-    """The stream has come to ``end``. A re-read of keys is a filter and nothing else; passed, it is forgotten."""
+def unit_applied(contents: Contents, end: int, now: float, values: Mapping[str, Any] | None = None) -> Change:
+    """The stream has come to ``end``. A re-read of keys is a filter and nothing else; passed, it is forgotten.
+
+    :param values: of the source, noted with it.
+    """
     passed = [
         key
         for key, value in contents.get("chunks", {}).items()
         if value.get("keys") is not None and parse_lsn(value["high"]) <= end
     ]
-    return Change({"head": {"applied": format_lsn(end), "advanced": now}}, {"chunks": passed})
+    moved = Change({"head": {"applied": format_lsn(end), "advanced": now}}, {"chunks": passed})
+    return moved + noted(values) if values else moved
 
 
 def chunk_key(chunk: Chunk) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +90,14 @@ class DeltaSink(DeltaReads):
         failpoint("after-batch-staged")
         return tuple(staged)
 
-    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def commit(
+        self,
+        epoch: int,
+        start: int,
+        end: int,
+        pieces: Sequence[StagedPiece],
+        noted: Mapping[str, Any] | None = None,
+    ) -> bool:
         """See :meth:`.base.Sink.commit`."""
         failpoint("before-batch-commit")
 
@@ -99,7 +106,7 @@ class DeltaSink(DeltaReads):
                 return None
             tables = self._unit(epoch, contents, pieces)
             failpoint("in-batch-commit")
-            return tables, changes.unit_applied(contents, end, time.time())
+            return tables, changes.unit_applied(contents, end, time.time(), noted)
 
         committed = self._commit(epoch, f"unit ({format_lsn(start)}, {format_lsn(end)}]", decide)
         for piece in pieces:

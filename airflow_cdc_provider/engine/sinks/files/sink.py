@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -325,7 +325,14 @@ class FilesSink(LakeRecord, AppendOnly):
         failpoint("after-batch-staged")
         return tuple(staged)
 
-    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def commit(
+        self,
+        epoch: int,
+        start: int,
+        end: int,
+        pieces: Sequence[StagedPiece],
+        noted: Mapping[str, Any] | None = None,
+    ) -> bool:
         """See :meth:`.base.Sink.commit`."""
         failpoint("before-batch-commit")
         staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
@@ -334,7 +341,7 @@ class FilesSink(LakeRecord, AppendOnly):
         def decide(contents: Contents) -> Commit | None:
             if not self._is_next(contents, start, end, pieces):
                 return None
-            return Commit(changes.unit_applied(contents, end, time.time()))
+            return Commit(changes.unit_applied(contents, end, time.time(), noted))
 
         title = f"unit ({format_lsn(start)}, {format_lsn(end)}]"
         applied = self._commit_files(epoch, "units", title, files, decide, "in-batch-commit")

@@ -530,7 +530,14 @@ class KafkaSink(ChangesRecord, AppendOnly):
         failpoint("after-batch-staged")
         return tuple(staged)
 
-    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def commit(
+        self,
+        epoch: int,
+        start: int,
+        end: int,
+        pieces: Sequence[StagedPiece],
+        noted: Mapping[str, Any] | None = None,
+    ) -> bool:
         """See :meth:`.base.Sink.commit`."""
         failpoint("before-batch-commit")
         staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
@@ -546,7 +553,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
                 return None
             targets.update({label: changes.target_of(contents, label) for label in lasts})
             topics = {label: _topic(self.topic_of(targets[label]), last) for label, last in lasts.items()}
-            return Commit(changes.unit_applied(contents, end, time.time()) + Change({"topics": topics}))
+            return Commit(changes.unit_applied(contents, end, time.time(), noted) + Change({"topics": topics}))
 
         def data() -> Iterator[Batch]:
             for label, blob in found:

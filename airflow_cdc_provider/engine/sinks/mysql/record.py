@@ -136,11 +136,14 @@ class MysqlRecord(MysqlTargets):
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
         """See :meth:`.base.Sink.note_source`."""
         with self._transaction(epoch, "update") as (opened, _):
-            (noted,) = opened.one("SELECT source FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
-            opened.run(
-                "UPDATE airflow_cdc.pipelines SET source = %s WHERE pipeline = %s",
-                [json.dumps(json.loads(noted) | dict(values)), self.pipeline],
-            )
+            self._note(opened, values)
+
+    def _note(self, opened: Session, values: Mapping[str, Any]) -> None:
+        (noted,) = opened.one("SELECT source FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
+        opened.run(
+            "UPDATE airflow_cdc.pipelines SET source = %s WHERE pipeline = %s",
+            [json.dumps(json.loads(noted) | dict(values)), self.pipeline],
+        )
 
     def forget(self, epoch: int, labels: Sequence[str]) -> None:
         """See :meth:`.base.Sink.forget`."""

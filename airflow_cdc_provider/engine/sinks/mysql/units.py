@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from airflow_cdc_provider.engine.effects import MISSING, Effect
 from airflow_cdc_provider.engine.errors import (
@@ -91,7 +92,14 @@ class MysqlUnits(MysqlRecord):
         failpoint("after-batch-staged")
         return tuple(staged)
 
-    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def commit(
+        self,
+        epoch: int,
+        start: int,
+        end: int,
+        pieces: Sequence[StagedPiece],
+        noted: Mapping[str, Any] | None = None,
+    ) -> bool:
         """See :meth:`.base.Sink.commit`."""
         failpoint("before-batch-commit")
         with self._transaction(epoch, "update") as (opened, applied):
@@ -110,6 +118,8 @@ class MysqlUnits(MysqlRecord):
                     "UPDATE airflow_cdc.pipelines SET applied_lsn = %s, updated_at = NOW(6) WHERE pipeline = %s",
                     [end, self.pipeline],
                 )
+                if noted:
+                    self._note(opened, noted)
                 # A re-read of keys is a filter and nothing else; passed, it is forgotten.
                 opened.run(
                     "DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND keys_read IS NOT NULL AND high_lsn <= %s",

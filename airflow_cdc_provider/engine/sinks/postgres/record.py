@@ -229,8 +229,11 @@ class PostgresRecord:
         """See :meth:`.base.Sink.note_source`."""
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR UPDATE")
-            query = "UPDATE airflow_cdc.pipelines SET source = source || %s WHERE pipeline = %s"
-            rows(connection, query, [json.dumps(values), self.pipeline])
+            self._note(connection, values)
+
+    def _note(self, connection: Connection, values: Mapping[str, Any]) -> None:
+        query = "UPDATE airflow_cdc.pipelines SET source = source || %s WHERE pipeline = %s"
+        rows(connection, query, [json.dumps(values), self.pipeline])
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:

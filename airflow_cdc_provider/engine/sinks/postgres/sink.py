@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -320,7 +321,14 @@ class PostgresSink(PostgresRecord):
         failpoint("after-batch-staged")
         return tuple(staged)
 
-    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def commit(
+        self,
+        epoch: int,
+        start: int,
+        end: int,
+        pieces: Sequence[StagedPiece],
+        noted: Mapping[str, Any] | None = None,
+    ) -> bool:
         """See :meth:`.base.Sink.commit`."""
         failpoint("before-batch-commit")
         with self._transaction() as connection:
@@ -342,6 +350,8 @@ class PostgresSink(PostgresRecord):
                     " WHERE pipeline = %s",
                     [format_lsn(end), self.pipeline],
                 )
+                if noted:
+                    self._note(connection, noted)
                 # A re-read of keys is a filter and nothing else; passed, it is forgotten.
                 rows(
                     connection,

@@ -246,9 +246,12 @@ class SqliteRecord:
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
         """See ``Sink.note_source``."""
         with self._fenced_writing(epoch) as (connection, _):
-            noted = {**self._identity(connection), **values}
-            update = "UPDATE airflow_cdc_pipelines SET identity = ? WHERE pipeline = ?"
-            connection.execute(update, [json.dumps(noted), self.pipeline])
+            self._note(connection, values)
+
+    def _note(self, connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
+        noted = {**self._identity(connection), **values}
+        update = "UPDATE airflow_cdc_pipelines SET identity = ? WHERE pipeline = ?"
+        connection.execute(update, [json.dumps(noted), self.pipeline])
 
     def _identity(self, connection: sqlite3.Connection) -> dict[str, Any]:
         """What the record says of the source."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pyarrow as pa
 
@@ -242,7 +242,14 @@ class SqliteSink(SqliteRecord):
         failpoint("after-batch-staged")
         return tuple(staged)
 
-    def commit(self, epoch: int, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def commit(
+        self,
+        epoch: int,
+        start: int,
+        end: int,
+        pieces: Sequence[StagedPiece],
+        noted: Mapping[str, Any] | None = None,
+    ) -> bool:
         """See ``Sink.commit``."""
         failpoint("before-batch-commit")
         with self._fenced_writing(epoch) as (connection, applied):
@@ -261,6 +268,8 @@ class SqliteSink(SqliteRecord):
                     "UPDATE airflow_cdc_pipelines SET applied = ?, advanced = ? WHERE pipeline = ?",
                     [end, time.time(), self.pipeline],
                 )
+                if noted:
+                    self._note(connection, noted)
                 # A re-read of keys is a filter and nothing else; passed, it is forgotten.
                 passed = "DELETE FROM airflow_cdc_chunks WHERE pipeline = ? AND keys IS NOT NULL AND high <= ?"
                 connection.execute(passed, [self.pipeline, end])
