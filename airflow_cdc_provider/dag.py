@@ -177,9 +177,9 @@ def stream_params(until: str = "caught_up", groups: int = 2) -> dict[str, Param]
 
 
 def _describe(pipeline: Pipeline) -> str:
-    tables = "\n".join(f"* `{rule.pattern}`" for rule in pipeline.source.tables)
+    tables = "\n".join(f"* `{name}`" for name in pipeline.captured)
     sinks = " and ".join(f"{sink.type} ({sink.mode}, schema `{sink.schema}`)" for sink in pipeline.sinks)
     return (
-        f"### Pipeline {pipeline.name}\n\nCopies from {pipeline.source.type} to {sinks}, and applies each change"
+        f"### Pipeline {pipeline.name}\n\nCopies from {pipeline.reads.type} to {sinks}, and applies each change"
         f" exactly once:\n\n{tables}\n{_STEPS}"
     )

@@ -12,6 +12,8 @@ from airflow_cdc_provider.engine.config import Pipeline
 if TYPE_CHECKING:
     from airflow.providers.openlineage.extractors import OperatorLineage
 
+    from airflow_cdc_provider.engine.sinks.base import Record, Target
+
 
 @dataclass(frozen=True)
 class Place:
@@ -26,7 +28,7 @@ class Place:
 
 
 Flow = tuple[Place, Place]
-"""A source table, and the table that its rows go to."""
+"""A source table or topic, and the table that its rows go to."""
 
 
 def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tuple[Flow, ...]:
@@ -37,18 +39,26 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
     """
     if not is_wanted():
         return ()
-    from airflow_cdc_provider.engine.connection import dataset
     from airflow_cdc_provider.engine.run import existing_record
 
     return tuple(
-        (
-            Place(*dataset(pipeline.source.dsn, target.table.schema, target.table.name)),
-            Place(*branch.sink.dataset(branch.name, target.schema, target.name)),
-        )
+        (place, Place(*branch.sink.dataset(branch.name, target.schema, target.name)))
         for branch in pipeline.branches
-        for target in existing_record(branch).targets
+        for record in [existing_record(branch)]
+        for target in record.targets
         if tables is None or target.table.label in tables
+        for place in _sources(pipeline, record, target)
     )
+
+
+def _sources(pipeline: Pipeline, record: Record, target: Target) -> list[Place]:
+    """Where the rows of a target come from."""
+    from airflow_cdc_provider.engine.connection import dataset
+
+    if pipeline.topics is not None:
+        server = f"kafka://{pipeline.topics.brokers.partition(',')[0]}"
+        return [Place(server, topic) for topic in sorted(record.identity["topics"])]
+    return [Place(*dataset(pipeline.source.dsn, target.table.schema, target.table.name))]
 
 
 def is_wanted() -> bool:

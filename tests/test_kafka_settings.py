@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from airflow_cdc_provider.engine.brokers import address_of
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.section import Section
-from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings, address_of
+from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 
 LOGIN = (("security.protocol", "SASL_SSL"), ("sasl.username", "me"), ("sasl.password", "p@ss:word"))
 

@@ -225,7 +225,9 @@ def _status(result: dict[str, Any]) -> str:
         behind = result["lag_bytes"] is not None
         lag = f", lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']} s" if behind else ""
         lines.append(f"applied  {result['applied_lsn']}{lag}")
-        if not slot and "source" not in result["unreachable"]:
+        if "offsets" in result:
+            lines[-1] += f", {result['lag_messages']:,} messages behind"
+        elif not slot and "source" not in result["unreachable"]:
             lines.append("slot     none on the source")
     if len(result["sinks"]) > 1:
         lines += [f"sink     {sink['sink']}: applied {sink['applied_lsn']}" for sink in result["sinks"]]

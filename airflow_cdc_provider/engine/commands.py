@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import provisioning, removal, requests, reread, slot
@@ -41,8 +41,18 @@ from airflow_cdc_provider.engine.sinks.several import merged
 from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
 from airflow_cdc_provider.engine.verify import compare
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from airflow_cdc_provider.engine.run import Run
+    from airflow_cdc_provider.engine.stream import StreamProgress
+
 Report = Callable[[str, dict[str, Any]], None]
 """Called with a command's name and its progress, about once a second."""
+
+
+Follow = Callable[["SparkSession", "Run", Record, Callable[["StreamProgress"], None]], "StreamProgress"]
+Reached = Callable[["StreamProgress"], bool]
 
 
 def _silent(command: str, progress: dict[str, Any]) -> None:
@@ -79,6 +89,10 @@ def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
 
     :param takeover: go on although another run is alive.
     """
+    if pipeline.topics is not None:
+        from airflow_cdc_provider.engine.topics import provisioning as topics
+
+        return _provisioned(topics.provision(pipeline, takeover))
     requested = None
     if not takeover and _streaming(State(pipeline.state)):
         joining = _joining(pipeline)
@@ -90,13 +104,16 @@ def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
         record = existing_record(pipeline)
         with connected(pipeline.source.dsn) as source:
             found = gate(source, pipeline.source, record).slot
+    return _provisioned(record) | {"requested": requested, **found.as_dict()}
+
+
+def _provisioned(record: Record) -> dict[str, Any]:
     return {
         "epoch": record.epoch,
         "applied_lsn": format_lsn(record.applied),
         "tables": [target.table.label for target in record.targets],
         "chunks": len(record.chunks),
-        "requested": requested,
-        **found.as_dict(),
+        "requested": None,
     }
 
 
@@ -181,7 +198,7 @@ def stream(
         sink) or ``lsn:X/Y``.
     """
     from airflow_cdc_provider.engine.session import outliving, spark_session
-    from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+    from airflow_cdc_provider.engine.stream import StreamProgress
 
     wanted = _until(until)
     with run_part(pipeline, STREAM, epoch, takeover) as (run, record):
@@ -190,11 +207,7 @@ def stream(
                 f"{len(record.unfinished)} chunks of pipeline {pipeline.name!r} have not been read",
                 "Run `airflow-cdc snapshot` first; `airflow-cdc run` does both.",
             )
-        target = wanted
-        if until == "caught-up":
-            with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-                target = max(slot.emit_marker(source, "caught-up"), record.high)
-
+        follow, reached = _follower(pipeline, record, wanted, until == "caught-up")
         done = StreamProgress(record.applied)
 
         def attempt(record: Record) -> None:
@@ -207,14 +220,36 @@ def stream(
                 report("stream", run.progress)
 
             with outliving(spark):
-                StreamJob(spark, run, record, tell).follow(target)
+                follow(spark, run, record, tell)
 
         with spark_session(pipeline, "stream") as spark:
             run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
             keep_trying(run, record, attempt)
         told = done.as_dict() | run.lag.as_dict()
         names = ("applied_lsn", "changes", "tables", "lag_bytes", "lag_seconds")
-        return {name: told[name] for name in names} | {"caught_up": target is not None and done.applied >= target}
+        return {name: told[name] for name in names} | {"caught_up": reached(done)}
+
+
+def _follower(pipeline: Pipeline, record: Record, wanted: int | None, catch_up: bool) -> tuple[Follow, Reached]:
+    """What follows the source until it has reached what was asked for, and what tells whether it has.
+
+    :param wanted: the LSN, or the unit, to be reached.
+    :param catch_up: reach what has been committed until now.
+    """
+    if pipeline.topics is not None:
+        from airflow_cdc_provider.engine.topics.job import follower
+
+        return follower(pipeline, wanted, catch_up)
+    from airflow_cdc_provider.engine.stream import StreamJob
+
+    target = wanted
+    if catch_up:
+        with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            target = max(slot.emit_marker(source, "caught-up"), record.high)
+    return (
+        lambda spark, run, record, tell: StreamJob(spark, run, record, tell).follow(target),
+        lambda done: target is not None and done.applied >= target,
+    )
 
 
 def _until(until: str) -> int | None:
@@ -281,11 +316,15 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     known = [record for record in records.values() if record is not None]
     if len(known) == len(pipeline.sinks):
         record = merged(known)
+    topics: dict[str, Any] = {}
     try:
-        with connected(pipeline.source.dsn) as source:
-            found = slot.read_slot(source, pipeline.source.slot)
-            if record is not None:
-                lag_bytes, lag_seconds = _lag(source, record)
+        if pipeline.topics is not None:
+            topics = _topics_status(pipeline, record)
+        else:
+            with connected(pipeline.source.dsn) as source:
+                found = slot.read_slot(source, pipeline.source.slot)
+                if record is not None:
+                    lag_bytes, lag_seconds = _lag(source, record)
     except ConnectionFailed as e:
         unreachable["source"] = e
     if unreachable and not beats:
@@ -315,7 +354,14 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         "waiting": next((beat.progress["waiting"] for beat in beats if "waiting" in beat.progress), None),
         "unreachable": {server: e.message for server, e in unreachable.items()},
         "last_error": error,
+        **topics,
     }
+
+
+def _topics_status(pipeline: Pipeline, record: Record | None) -> dict[str, Any]:
+    from airflow_cdc_provider.engine.topics.gate import lag_of
+
+    return {"offsets": record.identity["offsets"] if record else {}, "lag_messages": lag_of(pipeline, record)}
 
 
 def _tables(record: Record, beats: Sequence[Heartbeat]) -> list[dict[str, Any]]:
@@ -357,6 +403,7 @@ class _LiveStream:
 
 def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
+    _refuse_topics(pipeline, "verify")
     record, live = existing_record(pipeline), _streaming(State(pipeline.state))
     results: list[dict[str, Any]] = []
     not_compared: set[str] = set()
@@ -415,6 +462,7 @@ def resnapshot(
     :param request: the name of the request that is left for a live stream, see :func:`.requests.new_name`.
     :returns: either the name of the ``requested``, or the ``rows``, and how many of each of the ``tables``.
     """
+    _refuse_topics(pipeline, "resnapshot")
     if everything == bool(tables) or (everything and where):
         raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
     if everything:
@@ -442,6 +490,7 @@ def resnapshot(
 
 def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
     """Recreate publication and slot, and plan all tables to be read again; a snapshot under the epoch reads them."""
+    _refuse_topics(pipeline, "resnapshot")
     epoch = provisioning.start_over(pipeline, takeover)
     record = existing_record(pipeline)
     return {
@@ -449,6 +498,19 @@ def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
         "tables": [target.table.label for target in record.targets],
         "chunks": len(record.unfinished),
     }
+
+
+def _refuse_topics(pipeline: Pipeline, command: str) -> None:
+    """Refuse what needs tables at the source.
+
+    :raises ConfigError: when the pipeline reads topics.
+    """
+    if pipeline.topics is not None:
+        raise ConfigError(
+            f"{command} reads tables of the source, and pipeline {pipeline.name!r} reads topics of Kafka",
+            "To read the topics again from their beginning, run `airflow-cdc drop`, empty or drop the target tables,"
+            " then `airflow-cdc run`.",
+        )
 
 
 def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = False) -> dict[str, Any]:

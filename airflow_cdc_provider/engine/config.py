@@ -34,6 +34,7 @@ from airflow_cdc_provider.engine.section import (
 )
 from airflow_cdc_provider.engine.sinks.registry import sink_settings, sink_types
 from airflow_cdc_provider.engine.sinks.settings import SinkSettings, SparkBound
+from airflow_cdc_provider.engine.topics.settings import TopicSource
 
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
 _NAME = re.compile(r"[a-z0-9_]{1,40}")
@@ -116,18 +117,44 @@ class Pipeline:
     """A whole pipeline file.
 
     :param name: names slot, publication and state by default; at most 40 of ``a-z 0-9 _``.
+    :param reads: where data comes from.
     :param sinks: at least one; each gets all that is captured.
     :param state: URL of the state directory, reachable by the driver and by Airflow.
     """
 
     name: str
-    source: Source
+    reads: Source | TopicSource
     sinks: tuple[SinkSettings, ...]
     state: str
     snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     spark: SparkSettings = field(default_factory=SparkSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
+
+    @property
+    def source(self) -> Source:
+        """The database whose tables are copied.
+
+        :raises ConfigError: when the pipeline reads topics.
+        """
+        if isinstance(self.reads, TopicSource):
+            raise ConfigError(
+                f"pipeline {self.name!r} reads topics of Kafka: it has no replication slot, and no tables at a source",
+                "Use what asks for them with pipelines whose source.type is postgres.",
+            )
+        return self.reads
+
+    @property
+    def topics(self) -> TopicSource | None:
+        """The topics that are read; ``None`` when the pipeline copies a database."""
+        return self.reads if isinstance(self.reads, TopicSource) else None
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """What is read of the source, as the file names it: patterns of tables, or topics."""
+        if self.topics is None:
+            return tuple(rule.pattern for rule in self.source.tables)
+        return self.topics.topics or (self.topics.pattern,)
 
     @property
     def sink(self) -> SinkSettings:
@@ -142,12 +169,13 @@ class Pipeline:
 
     @property
     def spark_conf(self) -> dict[str, str]:
-        """Spark's configuration: what the sinks need, and over it the file's own.
+        """Spark's configuration: what topics and sinks need, and over it the file's own.
 
         Lists of all are joined, unless the file's is empty.
         """
         found: dict[str, str] = {}
-        for conf in (*(sink.spark_conf for sink in self.sinks), self.spark.conf):
+        needed = [self.topics.spark_conf] if self.topics is not None else []
+        for conf in (*needed, *(sink.spark_conf for sink in self.sinks), self.spark.conf):
             both = [name for name in _LISTS if found.get(name) and conf.get(name)]
             entries = {name: f"{found[name]},{conf[name]}".split(",") for name in both}
             found |= {**conf, **{name: ",".join(dict.fromkeys(each)) for name, each in entries.items()}}
@@ -181,13 +209,7 @@ class Pipeline:
         source, sinks = root.section("source"), root.sections("sink")
         pipeline = cls(
             name=name,
-            source=Source(
-                type=cast(Literal["postgres"], source.take("type", one_of("postgres"), "postgres")),
-                dsn=source.dsn(as_postgres_uri, "postgresql", "Postgres"),
-                tables=source.take("tables", _table_rules),
-                slot=source.take("slot", _slot_name, f"airflow_cdc_{name}"),
-                publication=source.take("publication", _publication_name, f"airflow_cdc_{name}"),
-            ),
+            reads=_source(source, name),
             sinks=tuple(map(_sink, sinks)),
             state=root.take("state", _state_url),
             snapshot=root.settings(
@@ -237,6 +259,17 @@ def _read_document(path: str | os.PathLike[str]) -> object:
             f"the pipeline file {os.fspath(path)} is not YAML{place}: {getattr(e, 'problem', 'unreadable')}",
             "Mend the file at that place.",
         ) from None
+
+
+def _source(section: Section, name: str) -> Source | TopicSource:
+    if section.take("type", one_of("postgres", "kafka"), "postgres") == "kafka":
+        return TopicSource.parse(section)
+    return Source(
+        dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres"),
+        tables=section.take("tables", _table_rules),
+        slot=section.take("slot", _slot_name, f"airflow_cdc_{name}"),
+        publication=section.take("publication", _publication_name, f"airflow_cdc_{name}"),
+    )
 
 
 def _sink(section: Section) -> SinkSettings:

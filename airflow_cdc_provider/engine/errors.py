@@ -244,3 +244,7 @@ class LimitExceeded(Refused):
 
 class ValueRefused(Refused):
     """A target column cannot hold a value that the source has: an enum label, a narrower or other type."""
+
+
+class BadRecord(Refused):
+    """A message of a topic is not what the pipeline file says of messages, and the file has bad ones stop it."""

@@ -47,7 +47,7 @@ def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
     known = [sink["sink"] for sink in sinks]
     before = (state.read(_FILE) or {}).get("sinks", [])
     made = {
-        "identity": {name: record.identity[name] for name in _KEPT},
+        "identity": {name: record.identity[name] for name in _KEPT if name in record.identity},
         "sinks": [*sinks, *(sink for sink in before if sink["sink"] not in known)],
         "epoch": record.epoch,
     }

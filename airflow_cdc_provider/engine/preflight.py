@@ -48,6 +48,10 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
 
     :returns: the findings in the order of the checks; pass them to :func:`.require` to go on only if all is well.
     """
+    if pipeline.topics is not None:
+        from airflow_cdc_provider.engine.topics.provisioning import check
+
+        return check(pipeline)
     checks = Checks()
     with ExitStack() as stack:
 
@@ -72,13 +76,24 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
             if tables is not None:
                 checks.run("targets", partial(_target_names, branch, tables))
                 checks.run("names", partial(_changelog_names, branch, tables))
-            branch.sink.check(checks, source, branch, tables)
-        if len(pipeline.sinks) > 1:
-            checks.run("sinks", partial(_sinks, pipeline))
+        check_beside_source(checks, pipeline, source, tables)
+    return checks.findings
+
+
+def check_beside_source(
+    checks: Checks, pipeline: Pipeline, source: Connection | None, tables: Sequence[Table] | None
+) -> None:
+    """Check sinks and state.
+
+    :param source, tables: see :meth:`.SinkSettings.check`.
+    """
+    for branch in pipeline.branches:
+        branch.sink.check(checks, source, branch, tables)
+    if len(pipeline.sinks) > 1:
+        checks.run("sinks", partial(_sinks, pipeline))
     checks.run("state", partial(_state, pipeline.state))
     if pipeline.metrics.prometheus is not None:
         checks.run("metrics", partial(require_client, pipeline))
-    return checks.findings
 
 
 def target_name(pipeline: Pipeline, table: Table) -> tuple[str, str]:

@@ -27,13 +27,18 @@ _log = logging.getLogger(__name__)
 
 
 def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
-    """Remove slot, publication, state, sink record and staging.
+    """Remove slot, publication, state, sink record and staging; of a pipeline over topics what there is of these.
 
     :param source_gone: go on if the source cannot be reached.
     :returns: the statements that would remove what may be left on the source.
     :raises ConnectionFailed: when a server cannot be reached; nothing has been removed then.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     """
+    if pipeline.topics is not None:
+        from airflow_cdc_provider.engine.topics import provisioning
+
+        provisioning.remove(pipeline, takeover)
+        return []
     state, records = State(pipeline.state), commit_record_of(pipeline)
     with ExitStack() as stack:
         source = None

@@ -101,7 +101,10 @@ def existing_record(pipeline: Pipeline) -> Record:
         sink = "the sink" if len(pipeline.sinks) == 1 else "one of the sinks"
         raise GateClosed(
             f"{sink} has no commit record of pipeline {pipeline.name!r}",
-            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
+            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, restore it from a backup;"
+            " without one, run `airflow-cdc drop`, empty or drop the target tables, and `run`."
+            if pipeline.topics is not None
+            else "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
             " `airflow-cdc resnapshot --all`: it makes the record anew, with publication and slot, and reads all"
             " tables again.",
         )
@@ -135,6 +138,8 @@ def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
     """
     record = existing_record(pipeline)
     refuse_second_writer(state, record.epoch, None, takeover)
+    if pipeline.topics is not None:
+        return commit_record_of(pipeline).take_epoch(str(Owner.this()))
     # Of the record, not of the file: a slot that the file names by mistake is another's.
     slot = record.identity["slot"]
     with connected(pipeline.source.dsn) as source:
@@ -187,7 +192,9 @@ def require_targets(sink: Sink, record: Record) -> None:
         tables = " ".join(f"--table {target.table.label}" for target in gone)
         raise GateClosed(
             f"target tables of the pipeline no longer exist: {names}",
-            f"Run `airflow-cdc resnapshot {'--all' if record.unfinished else tables}`: it creates and fills them.",
+            f"Run `airflow-cdc resnapshot {'--all' if record.unfinished else tables}`: it creates and fills them."
+            if "slot" in record.identity
+            else "Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning of its topics.",
         )
 
 
@@ -213,7 +220,7 @@ class Run:
         self.part = part
         self.epoch = epoch
         self.commit_record = commit_record_of(pipeline, part)
-        self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot)
+        self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot if pipeline.topics is None else "")
         self.history = History(state, part, epoch)
         self.lag = lag or Lag()
         self._vitals = _Vitals()
@@ -266,7 +273,7 @@ class Run:
     def capture(self, rules: tuple[TableRule, ...]) -> None:
         """Work by other rules for the source's tables from now on: the file has been edited meanwhile."""
         for run in {self, *self.branches}:
-            run.pipeline = replace(run.pipeline, source=replace(run.pipeline.source, tables=rules))
+            run.pipeline = replace(run.pipeline, reads=replace(run.pipeline.source, tables=rules))
 
     def name_application(self, application: str, ui: str | None) -> None:
         """Say from now on which Spark application the part is, and at which address its web UI is."""
@@ -274,6 +281,8 @@ class Run:
 
     def look_at_slot(self) -> SlotState | None:
         """Look how far the slot is; ``None`` when there is none, or the source cannot be reached."""
+        if self.pipeline.topics is not None:
+            return None
         source = self.pipeline.source
         with contextlib.suppress(ConnectionFailed, *DRIVER_ERRORS), connected(source.dsn) as connection:
             found = read_slot(connection, source.slot)
@@ -403,7 +412,8 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     with _signals(run), serving(pipeline, part, run.epoch, run.report) as run.metrics_port:
         try:
             yield run, record
-            if part == STREAM and "restart" not in run.progress:  # else a server is out of reach
+            # While a restart is waited for, a server is out of reach.
+            if part == STREAM and pipeline.topics is None and "restart" not in run.progress:
                 _note_slot(run)
         except CdcError as e:
             run.record_error(e)
@@ -425,6 +435,10 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     else:
         refuse_second_writer(state, epoch, part, takeover)
     require_epoch(record, epoch)
+    if pipeline.topics is not None:
+        for branch in pipeline.branches:
+            require_targets(sink_of(branch, part), existing_record(branch))
+        return existing_record(pipeline)
     with connected(pipeline.source.dsn) as source:
         passed = [
             (branch, record, gate(source, pipeline.source, record))
@@ -469,11 +483,12 @@ def rejoin(run: Run) -> Record:
     :raises Fenced: when another run has taken the epoch meanwhile.
     :raises GateClosed: when the source cannot continue the sink's record.
     """
-    pipeline, names = run.pipeline, run.pipeline.source
+    pipeline = run.pipeline
     if existing_record(pipeline).epoch == run.epoch:
         run.commit_record.end_sessions()
     record = _enter(pipeline, run.state, run.part, run.epoch, takeover=True)
-    if run.part == STREAM:
+    if run.part == STREAM and pipeline.topics is None:
+        names = pipeline.source
         fence = partial(run.commit_record.fenced, run.epoch)
         with connected(names.dsn) as source:
             end_walsender(source, names.slot, reader_name(names.dsn, names.slot), fence)

@@ -51,6 +51,8 @@ class StreamProgress:
     :param tables: the changes by table, of the tables that are captured.
     :param batch_seconds: time spent in the last batch that held changes, ``None`` before there was one.
     :param waiting: what other transactions hold up: see :attr:`.Units.waiting`, or the look at the catalog.
+    :param counts: what else has been counted, by name.
+    :param lag_messages: how many messages of topics have not been read; ``None`` where there are no topics.
     """
 
     applied: int
@@ -59,6 +61,8 @@ class StreamProgress:
     tables: Mapping[str, int] = field(default_factory=dict)
     batch_seconds: float | None = None
     waiting: str | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    lag_messages: int | None = None
 
     def plus(self, further: StreamProgress) -> StreamProgress:
         """The progress after a further attempt, which begins where this one ended."""
@@ -69,6 +73,8 @@ class StreamProgress:
             Counter(self.tables) + Counter(further.tables),
             self.batch_seconds if further.batch_seconds is None else further.batch_seconds,
             further.waiting,
+            {name: self.counts.get(name, 0) + count for name, count in further.counts.items()},
+            further.lag_messages,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,7 +86,9 @@ class StreamProgress:
             "rows_per_second": round(self.changes / self.seconds) if self.seconds else 0,
             "tables": dict(self.tables),
             "batch_seconds": self.batch_seconds,
+            **self.counts,
         }
+        values |= {} if self.lag_messages is None else {"lag_messages": self.lag_messages}
         return values | ({"waiting": self.waiting} if self.waiting else {})
 
 

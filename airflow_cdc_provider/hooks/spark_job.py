@@ -99,7 +99,7 @@ class SparkJobHook(SparkSubmitHook):
                 directory=str(directory),
                 log=str(log),
                 secrets=[
-                    *passwords(pipeline.source.dsn),
+                    *(passwords(pipeline.source.dsn) if pipeline.topics is None else pipeline.topics.secrets),
                     *(secret for sink in pipeline.sinks for secret in sink.secrets),
                     *(value for value in self._secrets.values() if len(value) > _WORD),
                 ],

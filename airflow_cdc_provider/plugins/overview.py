@@ -93,7 +93,7 @@ def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) 
         return summary
     history = report.history or {"samples": [], "batches": [], "errors": []}
     return summary | {
-        "tables_captured": [rule.pattern for rule in pipeline.source.tables],
+        "tables_captured": list(pipeline.captured),
         "sinks": [f"{sink.type} ({sink.mode})" for sink in pipeline.sinks],
         "series": _series(history["samples"]),
         "batches": history["batches"][::-1],
@@ -145,6 +145,8 @@ def _reported_slot(report: Report) -> Values | None:
 
 def _slot(pipeline: Pipeline, report: Report, poll: Poll | None, last: Mapping[str, Any]) -> Values | None:
     """The slot's present state, as the one says who saw it last, and where it stands in the log."""
+    if pipeline.topics is not None:
+        return None
     name = {"name": pipeline.source.slot}
     reported = _reported_slot(report)
     if poll is not None and (reported is None or poll.at > reported["at"]):

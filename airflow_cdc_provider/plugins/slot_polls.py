@@ -67,7 +67,8 @@ class SlotPolls:
             except CdcError as e:
                 self._note({path: Poll(time.time(), error=e)})
             else:
-                servers[without_database(pipeline.source.dsn)][path] = pipeline
+                if pipeline.topics is None:
+                    servers[without_database(pipeline.source.dsn)][path] = pipeline
         for pipelines in servers.values():
             self._pool.submit(self._ask_server, pipelines)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import TYPE_CHECKING, Literal, Self, cast
 
+from airflow_cdc_provider.engine.brokers import Properties, brokers_of, secrets_of
 from airflow_cdc_provider.engine.section import (
     as_flag,
     as_positive_integer,
@@ -29,12 +28,10 @@ if TYPE_CHECKING:
 
 Format = Literal["debezium", "json", "avro"]
 Decimals = Literal["string", "precise"]
-Properties = tuple[tuple[str, str], ...]
 
 TOPIC = "{pipeline}.{schema}.{table}"
 TIMEOUT = 300.0
 
-_SECRET = re.compile(r"password|secret|\.pem$|token", re.IGNORECASE)
 _NOT_IN_TOPICS = re.compile(r"[^A-Za-z0-9._-]")
 _RESERVED = ("bootstrap.servers", "transactional.id", "transaction.timeout.ms", "isolation.level", "enable.idempotence")
 
@@ -83,15 +80,13 @@ class KafkaSettings:
     def parse(cls, section: Section) -> Self:
         """See :meth:`.SinkSettings.parse`."""
         section.take("mode", _changelog, "changelog")
-        found = section.connection("brokers", "Kafka", address_of)
-        brokers, connected = found or (section.take("brokers", as_brokers, "", secret=True), ())
-        given = section.texts("properties", secret=True)
+        brokers, properties = brokers_of(section, _RESERVED)
         format_ = cast(Format, section.take("format", one_of("debezium", "json", "avro"), "debezium"))
         avro = format_ == "avro"
         debezium = format_ == "debezium"
         return cls(
             brokers=brokers,
-            properties=tuple({**dict(connected), **dict(_ours_left_out(given))}.items()),
+            properties=properties,
             format=format_,
             topic=section.take("topic", as_topic, TOPIC),
             partitions=section.take("partitions", as_positive_integer, -1),
@@ -118,8 +113,7 @@ class KafkaSettings:
     @property
     def secrets(self) -> Sequence[str]:
         """See :attr:`.SinkSettings.secrets`."""
-        both = (*self.properties, *self.registry_properties)
-        return tuple(value for name, value in both if value and (_SECRET.search(name) or name.endswith("user.info")))
+        return secrets_of((*self.properties, *self.registry_properties))
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
@@ -168,14 +162,6 @@ class KafkaSettings:
         return f"kafka://{self.brokers.partition(',')[0]}", self.topic_of(pipeline, schema, name)
 
 
-def as_brokers(value: object) -> str:
-    """Addresses of brokers, with commas."""
-    text = as_text(value).replace(" ", "")
-    if not all(re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:/@\[\]]+)(:\d{1,5})?", each) for each in text.split(",")):
-        raise ValueError("brokers as host:port, several with commas; user and password belong into `properties`")
-    return text
-
-
 def as_topic(value: object) -> str:
     """A pattern of topics' names."""
     wanted = "a pattern with {table}, and {schema} where needed, as in `shop.{schema}.{table}`"
@@ -187,53 +173,6 @@ def as_topic(value: object) -> str:
     if "{table}" not in text or _NOT_IN_TOPICS.search(name):
         raise ValueError(wanted)
     return text
-
-
-def address_of(connection: str) -> tuple[str, Properties]:
-    """Brokers and properties of an Airflow connection to Kafka, of Kafka's provider or any with a host.
-
-    Its extras are properties of the client, ``bootstrap.servers`` among them, as Kafka's provider has it.
-
-    :param connection: as URI or JSON.
-    :raises ValueError: saying what would be right; nothing of the connection is in it.
-    """
-    wanted = "a connection with bootstrap.servers in its extra, or with host and port"
-    try:
-        parts = json.loads(connection) if connection.lstrip().startswith("{") else _uri_parts(connection)
-        extra = parts.get("extra") or {}
-        extra = json.loads(extra) if isinstance(extra, str) else extra
-        properties = {name: _property(value) for name, value in extra.items() if name not in ("group.id", "topics")}
-    except (json.JSONDecodeError, AttributeError):
-        raise ValueError(wanted) from None
-    port = f":{parts['port']}" if parts.get("port") else ""
-    brokers = properties.pop("bootstrap.servers", None) or f"{parts.get('host') or ''}{port}"
-    if parts.get("login"):
-        properties.setdefault("sasl.username", str(parts["login"]))
-    if parts.get("password"):
-        properties.setdefault("sasl.password", str(parts["password"]))
-    try:
-        return as_brokers(brokers), _ours_left_out(tuple(properties.items()))
-    except ValueError:
-        raise ValueError(wanted) from None
-
-
-def _uri_parts(uri: str) -> dict[str, Any]:
-    parts = urlsplit(uri)
-    extra: dict[str, Any] = dict(parse_qsl(parts.query))
-    if "__extra__" in extra:
-        extra = json.loads(extra["__extra__"])
-    names = {"login": parts.username, "password": parts.password, "host": parts.hostname}
-    decoded = {name: unquote(value) for name, value in names.items() if value}
-    return {**decoded, "port": parts.port, "extra": extra}
-
-
-def _property(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _ours_left_out(properties: Properties) -> Properties:
-    """The properties without those that the sink sets itself."""
-    return tuple((name, value) for name, value in properties if name not in _RESERVED)
 
 
 def _changelog(value: object) -> str:

@@ -1,0 +1,115 @@
+"""How a pipeline file names a Kafka cluster: brokers, or a connection of Airflow, and properties of a client.
+
+Properties have the names that librdkafka gives them, which are Java's but for logins and certificates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from airflow_cdc_provider.engine.section import Section, as_text
+
+Properties: TypeAlias = tuple[tuple[str, str], ...]
+
+_SECRET = re.compile(r"password|secret|\.pem$|token|jaas", re.IGNORECASE)
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:/@\[\]]+)(:\d{1,5})?")
+# Of Kafka's provider of Airflow, for other uses of the connection.
+_NOT_OURS = ("group.id", "topics")
+
+
+def brokers_of(section: Section, reserved: Sequence[str]) -> tuple[str, Properties]:
+    """Take ``brokers`` or ``conn_id``, and ``properties``, from a section: the addresses, and a client's properties.
+
+    :param reserved: names of properties that the engine sets itself.
+    :raises ConfigError: naming the key's path and what would be right; values, which may be secrets, are not shown.
+    """
+    found = section.connection("brokers", "Kafka", address_of)
+    brokers, connected = found or (section.take("brokers", as_brokers, "", secret=True), ())
+    given = {**dict(connected), **dict(section.texts("properties", secret=True))}
+    return brokers, tuple((name, value) for name, value in given.items() if name not in reserved)
+
+
+def secrets_of(properties: Properties) -> tuple[str, ...]:
+    """The values of properties that no log may show."""
+    return tuple(value for name, value in properties if value and (_SECRET.search(name) or name.endswith("user.info")))
+
+
+def as_brokers(value: object) -> str:
+    """Addresses of brokers, with commas."""
+    text = as_text(value).replace(" ", "")
+    if not all(_ADDRESS.fullmatch(each) for each in text.split(",")):
+        raise ValueError("brokers as host:port, several with commas; user and password belong into `properties`")
+    return text
+
+
+def address_of(connection: str) -> tuple[str, Properties]:
+    """Brokers and properties of an Airflow connection to Kafka, of Kafka's provider or any with a host.
+
+    Its extras are properties of the client, ``bootstrap.servers`` among them, as Kafka's provider has it.
+
+    :param connection: as URI or JSON.
+    :raises ValueError: saying what would be right; nothing of the connection is in it.
+    """
+    wanted = "a connection with bootstrap.servers in its extra, or with host and port"
+    try:
+        parts = json.loads(connection) if connection.lstrip().startswith("{") else _uri_parts(connection)
+        extra = parts.get("extra") or {}
+        extra = json.loads(extra) if isinstance(extra, str) else extra
+        properties = {name: _property(value) for name, value in extra.items() if name not in _NOT_OURS}
+    except (json.JSONDecodeError, AttributeError):
+        raise ValueError(wanted) from None
+    port = f":{parts['port']}" if parts.get("port") else ""
+    brokers = properties.pop("bootstrap.servers", None) or f"{parts.get('host') or ''}{port}"
+    if parts.get("login"):
+        properties.setdefault("sasl.username", str(parts["login"]))
+    if parts.get("password"):
+        properties.setdefault("sasl.password", str(parts["password"]))
+    try:
+        return as_brokers(brokers), tuple(properties.items())
+    except ValueError:
+        raise ValueError(wanted) from None
+
+
+def java_properties(properties: Properties) -> Mapping[str, str]:
+    """A client's properties as Java names them: a login becomes the one line that JAAS reads.
+
+    Certificates and keys are files of PEM; Java takes their texts.
+    """
+    given = dict(properties)
+    found = {name: value for name, value in given.items() if name not in _LIBRDKAFKA}
+    mechanism = given.get("sasl.mechanism", given.get("sasl.mechanisms"))
+    if mechanism is not None:
+        found["sasl.mechanism"] = mechanism
+    if "sasl.username" in given and "sasl.jaas.config" not in given:
+        module = "plain.PlainLoginModule" if mechanism in (None, "PLAIN") else "scram.ScramLoginModule"
+        login = {"username": given["sasl.username"], "password": given.get("sasl.password", "")}
+        options = " ".join(f'{name}="{_escaped(value)}"' for name, value in login.items())
+        found["sasl.jaas.config"] = f"org.apache.kafka.common.security.{module} required {options};"
+    if "ssl.ca.location" in given:
+        found |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": given["ssl.ca.location"]}
+    return found
+
+
+_LIBRDKAFKA = ("sasl.mechanisms", "sasl.username", "sasl.password", "ssl.ca.location")
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r'(["\\])', r"\\\1", text)
+
+
+def _uri_parts(uri: str) -> dict[str, Any]:
+    parts = urlsplit(uri)
+    extra: dict[str, Any] = dict(parse_qsl(parts.query))
+    if "__extra__" in extra:
+        extra = json.loads(extra["__extra__"])
+    names = {"login": parts.username, "password": parts.password, "host": parts.hostname}
+    decoded = {name: unquote(value) for name, value in names.items() if value}
+    return {**decoded, "port": parts.port, "extra": extra}
+
+
+def _property(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

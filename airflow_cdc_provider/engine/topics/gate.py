@@ -1,0 +1,32 @@
+"""The restart gate of a pipeline over topics: whether these can continue what the commit record says."""
+
+from __future__ import annotations
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.topics.cluster import Cluster, behind
+from airflow_cdc_provider.engine.topics.position import Position
+from airflow_cdc_provider.engine.topics.settings import Offsets
+
+
+def pass_gate(cluster: Cluster, position: Position) -> Offsets:
+    """Check that the topics still have what comes after the record's offsets.
+
+    :returns: the ends of all topics that are read by now.
+    :raises GateClosed: naming what differs and the repair.
+    """
+    known = cluster.described(position.topics.keys())
+    ends = cluster.ends(known)
+    position.require_source(cluster.id(), known, cluster.beginnings(known), ends)
+    return ends
+
+
+def lag_of(pipeline: Pipeline, record: Record | None) -> int | None:
+    """How many messages the topics have that have not been read; ``None`` before there is a record.
+
+    :raises ConnectionFailed: when the cluster cannot be reached.
+    """
+    assert pipeline.topics is not None
+    cluster = Cluster(pipeline.topics)
+    ends = cluster.ends(cluster.topics())
+    return None if record is None else behind(Position.of(record).offsets, ends)

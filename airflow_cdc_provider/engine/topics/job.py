@@ -1,0 +1,240 @@
+"""The job of a pipeline over topics: Spark's query, and what watches it until it has done what was asked for.
+
+Other than the stream of a database's log, it goes on with Spark's checkpoint, in which the state of windows is. What it
+goes on from is said by the commit record all the same: see :mod:`.position`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed, StreamFailed
+from airflow_cdc_provider.engine.run import Run, existing_record
+from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.stream import StreamProgress
+from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
+from airflow_cdc_provider.engine.topics.cluster import Cluster, behind, reached, with_all
+from airflow_cdc_provider.engine.topics.gate import pass_gate
+from airflow_cdc_provider.engine.topics.position import Position, goes_on
+from airflow_cdc_provider.engine.topics.query import output_of, result, shape_of
+from airflow_cdc_provider.engine.topics.settings import Offsets
+from airflow_cdc_provider.engine.topics.units import TopicUnits, records_of
+
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.25
+_LOST = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|failOnDataLoss|UNABLE_TO_DETECT_PARTITION_OFFSET_CHANGED")
+_EARLIEST = -2
+
+
+def follower(
+    pipeline: Pipeline, unit: int | None, catch_up: bool
+) -> tuple[Callable[..., StreamProgress], Callable[[StreamProgress], bool]]:
+    """What reads topics until it has come as far as is asked, and what tells whether it has.
+
+    :param unit: to be reached.
+    :param catch_up: reach the ends that the topics have now.
+    """
+    assert pipeline.topics is not None
+    cluster = Cluster(pipeline.topics)
+    goal = cluster.ends(cluster.topics()) if catch_up else None
+
+    def follow(spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]) -> StreamProgress:
+        return TopicJob(spark, run, tell).follow(unit, goal)
+
+    def has_reached(done: StreamProgress) -> bool:
+        if goal is not None:
+            return all(reached(Position.of(existing_record(branch)).offsets, goal) for branch in pipeline.branches)
+        return unit is not None and done.applied >= unit
+
+    return follow, has_reached
+
+
+class TopicJob:
+    """Reads topics until told otherwise.
+
+    :param report: called after every batch and about once a second.
+    """
+
+    def __init__(self, spark: SparkSession, run: Run, report: Callable[[StreamProgress], None]) -> None:
+        source = run.pipeline.topics
+        assert source is not None
+        self._spark = spark
+        self._run = run
+        self._source = source
+        self._report = report
+        self._cluster = Cluster(source)
+        self._checkpoint = Checkpoint.of(run.pipeline)
+        records = records_of(run)
+        self._slowest = min(records, key=lambda record: record.applied)
+        self._level = len({record.applied for record in records}) == 1
+        self._unit = threading.Lock()
+        self._stopped = False
+        self._failure: CdcError | None = None
+        self._late: dict[int, int] = {}
+        self._lag: int | None = None
+
+    def follow(self, target: int | None, goal: Offsets | None) -> StreamProgress:
+        """Bring in messages until unit ``target`` has been applied, or all before ``goal``; for ever with neither.
+
+        :returns: what was done. Ends early when the run is asked to stop.
+        :raises CdcError: when the query cannot go on.
+        """
+        query = self._start()
+        beat = time.monotonic()
+        try:
+            while not self._run.stopping and not self._done(target, goal):
+                if self._terminated(query):
+                    break
+                self._run.check()
+                if time.monotonic() - beat >= self._run.pipeline.stream.heartbeat:
+                    beat = time.monotonic()
+                    self._look()
+                self._report(self._progress(query))
+        finally:
+            self._stop(query)
+        self._look()
+        self._report(self._progress(query))
+        return self._progress(query)
+
+    def _start(self) -> StreamingQuery:
+        position = Position.of(self._slowest)
+        self._run.commit_record.sweep(self._run.epoch)
+        shape = shape_of(self._spark, self._run.pipeline)
+        _require_same(shape.table.to_dict(), self._slowest.targets[0].table.to_dict(), self._run.pipeline.name)
+        ends = pass_gate(self._cluster, position)
+        base = position.base
+        if not goes_on(position, self._checkpoint.find(position), self._checkpoint.url):
+            if not self._level:
+                raise GateClosed(
+                    f"the checkpoint {self._checkpoint.url} is gone, and the sinks stand at different units",
+                    "Restore the checkpoint; or run each sink as a pipeline of its own.",
+                )
+            self._checkpoint.remove()
+            base = position.applied
+        self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint)
+        self._lag = behind(position.offsets, ends)
+        # New partitions, and topics that a pattern matches by now, are read from their beginning.
+        starting = with_all(position.offsets, self._cluster.topics(), lambda topic, partition: _EARLIEST)
+        rows = result(self._spark, self._source, messages.raw_stream(self._spark, self._source, starting))
+        return (
+            rows.writeStream.queryName(f"airflow-cdc {self._run.pipeline.name}")
+            .outputMode(output_of(self._run.pipeline))
+            .foreachBatch(self._batch)
+            .option("checkpointLocation", self._checkpoint.url)
+            .trigger(processingTime=f"{int(self._run.pipeline.stream.trigger * 1000)} milliseconds")
+            .start()
+        )
+
+    def _done(self, target: int | None, goal: Offsets | None) -> bool:
+        if target is not None and self._units.applied >= target:
+            return True
+        return goal is not None and reached(self._units.position.offsets, goal)
+
+    def _look(self) -> None:
+        """Look whether the topics can still continue what the sinks have, and how far they are ahead."""
+        position = self._units.position
+        self._lag = behind(position.offsets, pass_gate(self._cluster, position))
+
+    def _progress(self, query: StreamingQuery) -> StreamProgress:
+        units = self._units
+        counts = {}
+        if self._source.dead_letters:
+            counts["dead_letters"] = units.dead_letters
+        if self._source.late == "count":
+            counts["late"] = self._count_late(query)
+        return StreamProgress(
+            units.applied,
+            units.changes,
+            units.seconds,
+            units.tables.copy(),
+            units.batch_seconds,
+            counts=counts,
+            lag_messages=self._lag,
+        )
+
+    def _count_late(self, query: StreamingQuery) -> int:
+        """Rows that Spark has left out so far, as their window was closed."""
+        latest = query.lastProgress
+        if latest is not None and latest["batchId"] not in self._late:
+            for progress in query.recentProgress:
+                operators: list[dict[str, Any]] = progress["stateOperators"]
+                self._late[progress["batchId"]] = sum(each["numRowsDroppedByWatermark"] for each in operators)
+        return sum(self._late.values())
+
+    def _terminated(self, query: StreamingQuery) -> bool:
+        """Wait a little; raise what ended the query, if something did."""
+        self._run.wait(_POLL_SECONDS)
+        if query.isActive:
+            return False
+        failure = query.exception()
+        if failure is not None:
+            raise self._failure or _failure(str(failure)) from failure
+        return True
+
+    def _stop(self, query: StreamingQuery) -> None:
+        """Stop between two units: a batch that has begun ends, one that begins now is turned away."""
+        with self._unit:
+            self._stopped = True
+        try:
+            query.stop()
+        except (Py4JError, PySparkException) as e:  # the error at hand, if there is one, is the one to be told
+            log.warning("the streaming query did not end: %s", str(e).splitlines()[0])
+
+    def _batch(self, rows: DataFrame, batch: int) -> None:
+        """Bring a batch into the sinks. Whatever goes wrong must be raised, or Spark would commit the batch."""
+        with self._unit:
+            if self._stopped:
+                raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
+            try:
+                self._units.bring(rows, batch)
+            except CdcError as e:
+                self._failure = e
+                raise
+            except DRIVER_ERRORS as e:
+                self._failure = driver_failure(e, f"committing batch {batch}")
+                raise
+            except PySparkException as e:
+                if not self._run.stopping:
+                    self._failure = _failure(str(e))
+                raise
+
+
+def _failure(text: str) -> CdcError:
+    """What Spark has ended a batch or the query for, by its words."""
+    bad = messages.bad_record(text)
+    if bad is not None:
+        return bad
+    said = next((line for line in text.splitlines() if line.strip()), "without a message")
+    if _LOST.search(text):
+        return GateClosed(
+            f"messages that have not been read are gone from their topic: {said}",
+            "Start again: what is missing is then looked for, and told with the repair.",
+        )
+    return StreamFailed(
+        f"the streaming query ended: {said}",
+        "Start again: it goes on from the last commit. Spark's log has the whole error.",
+    )
+
+
+def _require_same(now: dict[str, Any], recorded: dict[str, Any], pipeline: str) -> None:
+    """Refuse a query that returns another table than the targets were made for."""
+    if now != recorded:
+        raise ConfigError(
+            f"source.sql, source.columns or source.key of pipeline {pipeline!r} return other columns than the target"
+            " was made for",
+            "Put them back, or use another pipeline name for the other result.",
+        )

@@ -1,0 +1,149 @@
+"""Where a pipeline over topics is, as its commit record says, and whether source and checkpoint can go on from there.
+
+The record's ``identity`` says which cluster and topics have been read, and up to which offsets: these change in the
+same step as a unit's rows. Unit *n* is what a batch of Spark has made of the messages between the offsets of unit
+*n - 1* and its own, and *n* stands where an LSN does in other records.
+
+Spark's checkpoint numbers batches from 0. The record names the checkpoint and the unit that came before it, so that a
+batch has one number only, and none but the named checkpoint is ever gone on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.topics.cluster import Topic
+from airflow_cdc_provider.engine.topics.settings import Offsets
+
+_REPAIR = (
+    "Run `airflow-cdc drop`, empty or drop the target tables, then `airflow-cdc run`: it begins again from the first"
+    " messages that the topics still have."
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """What the record says.
+
+    :param applied: number of the last unit.
+    :param offsets: from which on nothing has been read.
+    :param topics: ids of the topics that have been read, by name.
+    :param stateful: the query keeps state from one batch to the next.
+    :param checkpoint: the id of Spark's checkpoint; ``None`` before the first unit.
+    :param base: the number of the last unit before the checkpoint's first batch.
+    """
+
+    applied: int
+    cluster: str
+    offsets: Offsets
+    topics: Mapping[str, str]
+    query: Mapping[str, Any]
+    stateful: bool
+    checkpoint: str | None
+    base: int
+
+    @classmethod
+    def of(cls, record: Record) -> Position:
+        """Read it."""
+        identity = record.identity
+        return cls(
+            record.applied,
+            identity["cluster"],
+            identity["offsets"],
+            identity["topics"],
+            identity["query"],
+            identity["stateful"],
+            identity["checkpoint"],
+            identity["base"],
+        )
+
+    def to_identity(self) -> dict[str, Any]:
+        """The record's ``identity``, but for what is of the sink."""
+        return {name: value for name, value in asdict(self).items() if name != "applied"}
+
+    def require_source(self, cluster: str, topics: Collection[Topic], beginnings: Offsets, ends: Offsets) -> None:
+        """Refuse a source that cannot continue what the record says.
+
+        :param topics: those of the record's that are there.
+        :param beginnings, ends: their first and next offsets.
+        :raises GateClosed: naming what differs and the repair.
+        """
+        if cluster != self.cluster:
+            raise GateClosed(
+                f"the brokers are of cluster {cluster}, but the sink was filled from {self.cluster}",
+                f"If `source.brokers` is wrong, correct it. If the cluster has been replaced: {_REPAIR}",
+            )
+        there = {topic.name: topic.id for topic in topics}
+        for name, id_ in self.topics.items():
+            if there.get(name) != id_:
+                raise GateClosed(
+                    f"topic {name} {'has been made anew' if name in there else 'no longer exists'}: offsets of before"
+                    " mean nothing in it",
+                    _REPAIR,
+                )
+        for name, partitions in self.offsets.items():
+            for partition, offset in partitions.items():
+                first, end = beginnings[name].get(partition, 0), ends[name].get(partition, 0)
+                if first > offset:
+                    raise GateClosed(
+                        f"{name}[{partition}] begins at offset {first} by now, but has been read up to {offset} only:"
+                        " what lay between has been removed",
+                        f"{_REPAIR} So that it does not happen again, raise the topic's retention.",
+                    )
+                if end < offset:
+                    raise GateClosed(
+                        f"{name}[{partition}] ends at offset {end}, but the sink was filled from it up to {offset}",
+                        _REPAIR,
+                    )
+
+    @staticmethod
+    def noted(offsets: Offsets, checkpoint: str | None, base: int, topics: Mapping[str, str]) -> dict[str, Any]:
+        """What becomes of the identity with a unit."""
+        return {"offsets": offsets, "checkpoint": checkpoint, "base": base, "topics": dict(topics)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint as it is found.
+
+    :param id: ``None`` where there is none.
+    :param committed: the last batch that Spark counts as done, -1 before the first.
+    :param planned: the last batch of which the offsets stand there, -1 before the first.
+    :param offsets: of the batch that the record knows last, as far as the checkpoint has them.
+    """
+
+    id: str | None
+    committed: int = -1
+    planned: int = -1
+    offsets: Offsets | None = None
+
+
+def goes_on(position: Position, found: Found, place: str) -> bool:
+    """Whether the query goes on with a checkpoint; otherwise it begins with another one, at the record's offsets.
+
+    Nothing but the record is needed for that, unless the query has state, which the checkpoint keeps.
+
+    :param place: of the checkpoint, for messages.
+    :raises GateClosed: when the query has state, and the checkpoint is not the one that goes with the record.
+    """
+    last = position.applied - position.base - 1
+    in_step = (
+        found.id is not None
+        and found.id == position.checkpoint
+        and last - 1 <= found.committed <= last <= found.planned <= last + 1
+        and found.offsets == position.offsets
+    )
+    if in_step:
+        return True
+    if position.stateful and position.checkpoint is not None:
+        what = "is gone" if found.id is None else "is not the one that goes with the sink's commit record"
+        raise GateClosed(
+            f"the checkpoint {place}, which keeps the state of the pipeline's query, {what}: sums would begin anew in"
+            " the middle of their windows",
+            f"Restore checkpoint and sink of the same moment. Without that: {_REPAIR}",
+        )
+    return False

@@ -1,0 +1,207 @@
+"""The query of a pipeline file: what it returns, whether it keeps state, and the table that it stands for."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as t
+
+from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.messages import OP
+from airflow_cdc_provider.engine.topics.settings import VIEW, Output, TopicSource
+
+# Of a plan, those that take each row by itself. What else there is may have to remember rows of before.
+_STATELESS = frozenset(
+    {"Project", "Filter", "SubqueryAlias", "View", "EventTimeWatermark", "Generate", "Union", "Sort", "Repartition"}
+    | {"RepartitionByExpression", "CTERelationRef", "WithCTE", "CTERelationDef", "ResolvedHint"}
+)
+_TYPES: dict[type[t.DataType], tuple[str, int]] = {
+    t.BooleanType: ("boolean", 16),
+    t.ByteType: ("smallint", 21),
+    t.ShortType: ("smallint", 21),
+    t.IntegerType: ("integer", 23),
+    t.LongType: ("bigint", 20),
+    t.FloatType: ("real", 700),
+    t.DoubleType: ("double precision", 701),
+    t.StringType: ("text", 25),
+    t.BinaryType: ("bytea", 17),
+    t.DateType: ("date", 1082),
+    t.TimestampType: ("timestamp with time zone", 1184),
+    t.TimestampNTZType: ("timestamp without time zone", 1114),
+}
+"""Types of Postgres, by which sinks know columns, with their oids."""
+_NUMERIC = 1700
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a query returns.
+
+    :param table: its columns and key.
+    :param stateful: it keeps state from one batch to the next.
+    :param told: its result says by :data:`.messages.OP` what has been done to a row.
+    """
+
+    table: Table
+    stateful: bool
+    told: bool
+
+
+def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
+    """Find out what a pipeline's query returns, without asking the cluster.
+
+    :raises ConfigError: when Spark does not take it, or no table can be made of it.
+    """
+    source = _source(pipeline)
+    try:
+        rows = result(spark, source, messages.raw_nothing(spark))
+        _check_output(spark, rows, output_of(pipeline))
+    except PySparkException as e:
+        raise _refused(e) from e
+    stateful = any(_keeps_state(node) for node in _nodes(rows._jdf.queryExecution().analyzed()))
+    names = [field.name for field in rows.schema]
+    _check_names(pipeline, names, stateful)
+    return Shape(_table(source, rows.schema), stateful, OP in names)
+
+
+def result(spark: SparkSession, source: TopicSource, raw: DataFrame) -> DataFrame:
+    """The query over messages."""
+    rows = messages.readable(raw, source) if source.dead_letters else messages.required(raw, source)
+    column, delay = source.watermark
+    if column:
+        rows = rows.withWatermark(column, f"{int(delay * 1000)} milliseconds")
+    rows.createOrReplaceTempView(VIEW)
+    return spark.sql(source.sql or f"SELECT {_all_columns(source)} FROM {VIEW}")
+
+
+def output_of(pipeline: Pipeline) -> Output:
+    """Whether results are told whenever they change, or when nothing changes them any more.
+
+    A mirror replaces a window that has changed; a changelog would have it several times.
+    """
+    only_logs = all(sink.mode == "changelog" for sink in pipeline.sinks)
+    return _source(pipeline).output or ("append" if only_logs else "update")
+
+
+def _source(pipeline: Pipeline) -> TopicSource:
+    assert pipeline.topics is not None
+    return pipeline.topics
+
+
+def _all_columns(source: TopicSource) -> str:
+    names = [field.name for field in messages.columns_of(source)] + ([OP] if source.format == "debezium" else [])
+    return ", ".join("`" + name.replace("`", "``") + "`" for name in names)
+
+
+def _check_output(spark: SparkSession, rows: DataFrame, output: Output) -> None:
+    """Let Spark say before the first batch what it would say then."""
+    jvm: Any = spark._jvm
+    modes = jvm.org.apache.spark.sql.streaming.OutputMode
+    mode = modes.Update() if output == "update" else modes.Append()
+    plan = rows._jdf.queryExecution().analyzed()
+    jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker.checkForStreaming(plan, mode)
+
+
+def _refused(error: PySparkException) -> ConfigError:
+    said = re.sub(r";.*", "", str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
+    what = "is not a query that Spark takes" if isinstance(error, AnalysisException) else "cannot be used"
+    return ConfigError(
+        f"source.sql {what}: {said}",
+        f"Correct it: a query over {VIEW}, which has the columns of source.columns and _topic, _partition, _offset,"
+        " _timestamp and _key. Windows need a watermark (source.watermark) to be told when they are closed.",
+    )
+
+
+def _nodes(plan: Any) -> Iterator[Any]:
+    yield plan
+    children = plan.children()
+    for place in range(children.size()):
+        yield from _nodes(children.apply(place))
+
+
+def _keeps_state(node: Any) -> bool:
+    if not node.isStreaming() or node.nodeName() in _STATELESS:
+        return False
+    children = node.children()
+    streaming = sum(bool(children.apply(place).isStreaming()) for place in range(children.size()))
+    if node.nodeName() == "Join":
+        return streaming > 1
+    return streaming > 0
+
+
+def _check_names(pipeline: Pipeline, names: list[str], stateful: bool) -> None:
+    source = _source(pipeline)
+    taken = [name for name in set(names) if names.count(name) > 1]
+    if taken:
+        raise ConfigError(
+            f"source.sql returns several columns of the name {taken[0]}", "Give them other names with AS."
+        )
+    mirrors = [sink for sink in pipeline.sinks if sink.mode == "mirror"]
+    if mirrors and not source.key:
+        raise ConfigError(
+            "source.key is missing: a mirror is kept by the key of its rows",
+            "Name the columns of the result that tell its rows apart, or use sink.mode: changelog.",
+        )
+    unknown = [name for name in source.key if name not in names]
+    if unknown:
+        raise ConfigError(
+            f"source.key: the query returns no column {unknown[0]}",
+            f"Name some of its columns: {', '.join(name for name in names if name != OP)}.",
+        )
+    if mirrors and source.format == "debezium" and not stateful and OP not in names:
+        raise ConfigError(
+            f"source.sql leaves {OP} out, by which a mirror knows which rows have been deleted",
+            f"Select {OP}, too; it becomes no column of the target.",
+        )
+
+
+def _table(source: TopicSource, schema: t.StructType) -> Table:
+    columns = tuple(
+        _column(field, number, source.key)
+        for number, field in enumerate((field for field in schema if field.name != OP), 1)
+    )
+    schema_name, name = source.schema_and_name
+    oid = zlib.crc32(source.table.encode())
+    return Table(
+        oid=oid,
+        schema=schema_name,
+        name=name,
+        columns=columns,
+        key=source.key,
+        replica_identity="d" if source.key else "f",
+        where=None,
+        leaves=(Leaf(oid, schema_name, name),),
+        kind="r",
+        attnums=len(columns),
+    )
+
+
+def _column(field: t.StructField, number: int, key: tuple[str, ...]) -> Column:
+    kind = field.dataType
+    if isinstance(kind, t.DecimalType):
+        name, oid = f"numeric({kind.precision},{kind.scale})", _NUMERIC
+    elif type(kind) in _TYPES:
+        name, oid = _TYPES[type(kind)]
+    else:
+        raise ConfigError(
+            f"source.sql: {field.name} is of the type {kind.simpleString()}, for which targets have no column",
+            "Take its fields one by one, such as `window.start AS start`, or make a text of it with to_json().",
+        )
+    return Column(
+        name=field.name,
+        type=name,
+        type_oid=oid,
+        collation=None,
+        not_null=field.name in key,
+        builtin=True,
+        attnum=number,
+    )

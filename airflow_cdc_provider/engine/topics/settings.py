@@ -1,0 +1,214 @@
+"""The ``source`` section of a pipeline file for topics of Kafka."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, TypeAlias, cast
+
+from airflow_cdc_provider.engine.brokers import Properties, brokers_of, java_properties, secrets_of
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.section import (
+    Section,
+    as_positive_integer,
+    as_seconds,
+    as_text,
+    one_of,
+)
+
+PACKAGE = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0"
+"""Kafka for the Spark that the engine needs, as Maven Central has it."""
+
+VIEW = "messages"
+"""What the query names the decoded messages."""
+
+Format: TypeAlias = Literal["json", "debezium"]
+Output: TypeAlias = Literal["update", "append"]
+Starting: TypeAlias = Literal["earliest", "latest"]
+Late: TypeAlias = Literal["drop", "count"]
+Offsets: TypeAlias = Mapping[str, Mapping[str, int]]
+"""The next offset to read, by topic and partition; JSON values."""
+
+_STATE_STORE = "spark.sql.streaming.stateStore"
+_RESERVED = ("bootstrap.servers", "isolation.level", "group.id", "auto.offset.reset", "enable.auto.commit")
+_LABEL = re.compile(r"[^.]+\.[^.]+")
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+
+
+@dataclass(frozen=True)
+class TopicSource:
+    """Topics whose messages are read, and the query that makes rows of them.
+
+    :param brokers: ``host:port``, several with commas.
+    :param properties: of the client, as librdkafka names them.
+    :param topics: their names; empty with a ``pattern``.
+    :param pattern: a regular expression of Java that whole names match; empty with ``topics``.
+    :param starting: where topics are read from that nothing is recorded of.
+    :param format: of the messages' values.
+    :param columns: of the values, as Spark writes a schema; those that say ``NOT NULL`` have to be there.
+    :param table: the name of the result, as ``schema.table``: what a source table is to other pipelines.
+    :param key: columns of the result by which its rows are told apart.
+    :param sql: a query over :data:`VIEW`; empty for all columns.
+    :param watermark: the column of the values that says when something happened, and the seconds that it may come late;
+        without a column there is none.
+    :param late: whether rows that come later than that are only left out, or counted, too.
+    :param output: whether windows are told whenever they change, or once, when they are closed; empty for what fits the
+        sinks.
+    :param dead_letters: the topic for messages that cannot be read; empty where they stop the pipeline.
+    :param max_batch_messages: that a unit is made of, at most.
+    :param checkpoint: URL of Spark's checkpoint; empty for its place in the state.
+    """
+
+    brokers: str
+    properties: Properties = field(repr=False)
+    topics: tuple[str, ...]
+    pattern: str
+    starting: Starting
+    format: Format
+    columns: str
+    table: str
+    key: tuple[str, ...]
+    sql: str
+    watermark: tuple[str, float]
+    late: Late
+    output: Output | Literal[""]
+    dead_letters: str
+    max_batch_messages: int
+    checkpoint: str
+    type: Literal["kafka"] = "kafka"
+
+    @classmethod
+    def parse(cls, section: Section) -> Self:
+        """Take the section's keys, but for ``type``, which has been taken.
+
+        :raises ConfigError: naming the key's path, the value and what would be right.
+        """
+        brokers, properties = brokers_of(section, _RESERVED)
+        nothing: tuple[str, ...] = ()
+        topics, pattern = section.take("topics", _topics, nothing), section.take("pattern", _pattern, "")
+        if bool(topics) == bool(pattern):
+            raise ConfigError(
+                "source takes either topics, a list of names, or pattern, a regular expression",
+                "Give one of source.topics and source.pattern.",
+            )
+        return cls(
+            brokers=brokers,
+            properties=properties,
+            topics=topics,
+            pattern=pattern,
+            starting=cast(Starting, section.take("starting", one_of("earliest", "latest"), "earliest")),
+            format=cast(Format, section.take("format", one_of("json", "debezium"), "json")),
+            columns=section.take("columns", as_text),
+            table=section.take("table", _label),
+            key=section.take("key", _names, nothing),
+            sql=section.take("sql", as_text, ""),
+            watermark=section.take("watermark", lambda value: _watermark(section, value), ("", 0.0)),
+            late=cast(Late, section.take("late", one_of("drop", "count"), "drop")),
+            output=cast(Output, section.take("output", one_of("update", "append"), "")),
+            dead_letters=section.take("bad_records", lambda value: _dead_letters(section, value), ""),
+            max_batch_messages=section.take("max_batch_messages", as_positive_integer, 100_000),
+            checkpoint=section.take("checkpoint", _url, ""),
+        )
+
+    @property
+    def place(self) -> str:
+        """The topics, for messages."""
+        return f"{self.pattern or ', '.join(self.topics)} at {self.brokers}"
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """Texts that no log may show."""
+        return secrets_of(self.properties)
+
+    @property
+    def schema_and_name(self) -> tuple[str, str]:
+        """The two parts of :attr:`table`."""
+        schema, _, name = self.table.partition(".")
+        return schema, name
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """What the query needs of Spark's configuration; the pipeline file's own settings win."""
+        return {
+            "spark.jars.packages": PACKAGE,
+            f"{_STATE_STORE}.providerClass": "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider",
+            f"{_STATE_STORE}.rocksdb.changelogCheckpointing.enabled": "true",
+            # The files of a batch have names of their own, so that a driver that was overtaken spoils none.
+            f"{_STATE_STORE}.checkpointFormatVersion": "2",
+            # So many state stores commit in each batch, however little is in it.
+            "spark.sql.shuffle.partitions": "4",
+        }
+
+    @property
+    def client_options(self) -> Mapping[str, str]:
+        """Options by which Spark reaches the cluster."""
+        properties = {"bootstrap.servers": self.brokers, **java_properties(self.properties)}
+        return {f"kafka.{name}": value for name, value in properties.items()}
+
+    @property
+    def meaning(self) -> dict[str, Any]:
+        """What of the section decides about rows and state, as JSON values for the record."""
+        names = ("format", "columns", "table", "key", "sql", "watermark", "output")
+        values = {name: getattr(self, name) for name in names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _topics(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(_TOPIC.fullmatch(str(each)) for each in value):
+        raise ValueError("a list of names of topics")
+    return tuple(map(str, value))
+
+
+def _pattern(value: object) -> str:
+    text = as_text(value)
+    try:
+        re.compile(text)
+    except re.error:
+        raise ValueError(r"a regular expression, such as shop\.public\..*") from None
+    return text
+
+
+def _label(value: object) -> str:
+    text = as_text(value)
+    if not _LABEL.fullmatch(text):
+        raise ValueError("the name of the result as schema.table, for example public.sums")
+    return text
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        raise ValueError("a list of columns of the result")
+    return tuple(value)
+
+
+def _watermark(section: Section, value: object) -> tuple[str, float]:
+    inner = section.inner("watermark", value)
+    found = inner.take("column", as_text), inner.take("delay", as_seconds)
+    inner.finish()
+    return found
+
+
+def _dead_letters(section: Section, value: object) -> str:
+    if value == "stop":
+        return ""
+    if not isinstance(value, dict):
+        raise ValueError("stop, or {dead_letter: topic}")
+    inner = section.inner("bad_records", value)
+    topic = inner.take("dead_letter", _topic)
+    inner.finish()
+    return topic
+
+
+def _topic(value: object) -> str:
+    text = as_text(value)
+    if not _TOPIC.fullmatch(text):
+        raise ValueError("the name of a topic")
+    return text
+
+
+def _url(value: object) -> str:
+    text = as_text(value)
+    if "://" not in text and not text.startswith("/"):
+        raise ValueError("a URL, or an absolute path")
+    return (text if "://" in text else f"file://{text}").rstrip("/")

@@ -1,0 +1,150 @@
+"""Pipelines over topics through crashes: of the driver at each step, of the broker; and what other sinks lose then."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Consumer
+
+from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.demo.mariadb import MariadbServer
+from tests.conftest import PIPELINE_ROLE, Databases
+from tests.kafka_server import SECONDS, make_broker
+from tests.test_topics_pipeline import CLICKS, ORDERS, SUMS
+from tests.topics import TopicsPipeline, moments
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = (
+    "before-batch-staged",
+    "after-batch-staged",
+    "before-batch-commit",
+    "in-batch-commit",
+    "after-batch-commit",
+    "before-spark-commit",
+)
+TOTALS = "SELECT id, extract(second FROM start)::int, total::int FROM t ORDER BY 1, 2"
+
+
+class Clicks:
+    """Messages of a minute, and the sums that they add up to."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._totals: dict[tuple[str, int], int] = defaultdict(int)
+
+    def send(self, pipeline: TopicsPipeline, count: int = 30) -> None:
+        for number in range(self._sent, self._sent + count):
+            second, key = number / 10, "abc"[number % 3]
+            pipeline.send({"id": key, "at": moments([second])[0], "value": number})
+            self._totals[key, int(second) // 2 * 2] += number
+        self._sent += count
+
+    @property
+    def totals(self) -> list[tuple[str, int, int]]:
+        return sorted((key, second, total) for (key, second), total in self._totals.items())
+
+
+def test_windows_are_right_whatever_step_the_driver_is_killed_at(
+    databases: Databases, kafka: KafkaServer, tmp_path: Path
+) -> None:
+    pipeline, clicks = TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS), Clicks()
+    clicks.send(pipeline)
+    pipeline.run("run")
+    for step in STEPS:
+        clicks.send(pipeline)
+        killed = pipeline.start("run", failpoint=f"{step}:kill")
+        assert killed.wait().code != 0, step
+        killed.kill()
+    pipeline.run("run")
+    assert pipeline.target_rows(TOTALS) == clicks.totals
+
+
+def test_windows_in_mysql_are_right_after_a_kill(
+    databases: Databases, kafka: KafkaServer, mariadb: MariadbServer, tmp_path: Path
+) -> None:
+    pipeline, clicks = TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS), Clicks()
+    pipeline.change(sink=None)
+    pipeline.change(
+        sink={"type": "mysql", "dsn": mariadb.dsn.replace("//root@", f"//{PIPELINE_ROLE}@"), "schema": "mirror"}
+    )
+    clicks.send(pipeline)
+    killed = pipeline.start("run", failpoint="in-batch-commit:kill")
+    assert killed.wait().code != 0
+    killed.kill()
+    clicks.send(pipeline)
+    killed = pipeline.start("run", failpoint="after-batch-commit:kill")
+    assert killed.wait().code != 0
+    killed.kill()
+    pipeline.run("run")
+    with closing(mariadb.connect()) as connection, connection.cursor() as cursor:
+        cursor.execute("SELECT id, second(start), total FROM mirror.t ORDER BY 1, 2")
+        assert [(key, int(second), int(total)) for key, second, total in cursor.fetchall()] == clicks.totals
+
+
+def test_a_stream_goes_on_through_a_restart_of_the_broker(
+    databases: Databases, server_directory: Path, tmp_path: Path
+) -> None:
+    with make_broker(server_directory / f"broker-{tmp_path.name}") as broker:
+        pipeline, clicks = TopicsPipeline(tmp_path, databases, broker, CLICKS, **SUMS), Clicks()
+        pipeline.change(stream={"restart": {"strategy": "fixed-delay", "attempts": 20, "delay": "1 second"}})
+        pipeline.run("provision")
+        stream = pipeline.start("stream")
+        for _ in range(3):
+            clicks.send(pipeline)
+            stream.until(lambda: pipeline.target_rows(TOTALS) == clicks.totals, "the sums")
+            broker.restart("kill")
+        clicks.send(pipeline)
+        stream.until(lambda: pipeline.target_rows(TOTALS) == clicks.totals, "the sums after the last restart")
+        pipeline.run("stop")
+        assert stream.wait().code == 0
+
+
+@pytest.fixture
+def orders(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> Iterator[TopicsPipeline]:
+    pipeline = TopicsPipeline(tmp_path, databases, kafka, ORDERS, partitions=1, key=["id"])
+    yield pipeline
+    pipeline.end_commands()
+
+
+def test_a_plain_consumer_loses_what_its_sink_has_refused_and_we_do_not(orders: TopicsPipeline) -> None:
+    """Both meet the same error of the sink in the middle of a batch, which is then repaired."""
+    orders.send(*({"id": n, "amount": n} for n in range(20)))
+    orders.target("CREATE TABLE public.plain (id bigint PRIMARY KEY, amount numeric CHECK (amount < 10))")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        consume_plainly(orders)
+    orders.target("ALTER TABLE public.plain DROP CONSTRAINT plain_amount_check")
+    consume_plainly(orders)
+    assert orders.target_rows("SELECT id FROM plain ORDER BY 1") == [(n,) for n in range(10)]
+
+    orders.run("provision")
+    orders.target("ALTER TABLE public.t ADD CONSTRAINT small CHECK (amount < 10)")
+    orders.run("run", code=3)
+    orders.target("ALTER TABLE public.t DROP CONSTRAINT small")
+    orders.run("run")
+    assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(n,) for n in range(20)]
+
+
+def consume_plainly(pipeline: TopicsPipeline) -> None:
+    """A sink with offsets of its own: the group's are committed for what was taken, row by row it is written."""
+    conf: dict[str, Any] = {
+        "bootstrap.servers": pipeline.broker.brokers,
+        "group.id": f"plain-{pipeline.topic}",
+        "auto.offset.reset": "earliest",
+        "enable.auto.commit": False,
+    }
+    with closing(Consumer(conf)) as consumer, psycopg.connect(pipeline.databases.target, autocommit=True) as target:
+        consumer.subscribe([pipeline.topic])
+        batch = consumer.consume(20, SECONDS / 10)
+        if batch:
+            consumer.commit(asynchronous=False)
+        for message in batch:
+            row = json.loads(message.value() or b"")
+            target.execute("INSERT INTO public.plain VALUES (%s, %s)", [row["id"], row["amount"]])

@@ -1,0 +1,227 @@
+"""Pipelines over topics of Kafka: rows and windows into real databases, once each, whatever breaks in between."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed
+from tests.conftest import Databases
+from tests.kafka_server import SECONDS, committed, create_topic, transactional
+from tests.topics import TopicsPipeline, moments
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+ORDERS = "id BIGINT NOT NULL, amount DECIMAL(12, 2), note STRING"
+CLICKS = "id STRING NOT NULL, at TIMESTAMP NOT NULL, value BIGINT"
+SUMS = {
+    "key": ["id", "start"],
+    "watermark": {"column": "at", "delay": "4 seconds"},
+    "sql": "SELECT id, window.start AS start, sum(value) AS total FROM messages GROUP BY id, window(at, '2 seconds')",
+}
+
+
+@pytest.fixture
+def orders(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> TopicsPipeline:
+    return TopicsPipeline(tmp_path, databases, kafka, ORDERS, key=["id"])
+
+
+@pytest.fixture
+def sums(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> TopicsPipeline:
+    return TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS)
+
+
+def test_a_mirror_has_the_last_message_of_each_key(orders: TopicsPipeline) -> None:
+    orders.send(*({"id": n % 7, "amount": f"{n}.50", "note": f"ü{n}"} for n in range(50)))
+    told = orders.catch_up()
+    assert told["stream"]["caught_up"]
+    assert told["stream"]["changes"] == 50
+    assert orders.target_rows("SELECT id, amount::text, note FROM t ORDER BY id") == [
+        (n % 7, f"{n}.50", f"ü{n}") for n in sorted(range(43, 50), key=lambda n: n % 7)
+    ]
+    assert sum(orders.offsets().values()) == 50
+    orders.send({"id": 3, "amount": None, "note": None}, {"id": 9, "amount": 1})
+    orders.catch_up()
+    assert orders.target_rows("SELECT id, amount FROM t WHERE id IN (3, 9) ORDER BY 1") == [(3, None), (9, 1)]
+
+
+def test_only_what_is_committed_is_read(orders: TopicsPipeline) -> None:
+    producer = transactional(orders.broker.brokers, orders.topic)
+    for end, number in ((producer.abort_transaction, 1), (producer.commit_transaction, 2)):
+        producer.begin_transaction()
+        producer.produce(orders.topic, json.dumps({"id": number}).encode())
+        end()
+    orders.catch_up()
+    assert orders.target_rows("SELECT id FROM t") == [(2,)]
+    assert orders.catch_up()["stream"]["caught_up"]
+
+
+def test_a_changelog_has_every_row_once(orders: TopicsPipeline) -> None:
+    orders.change(
+        sink={"mode": "changelog"}, source={"sql": "SELECT id, amount * 2 AS doubled FROM messages WHERE id > 1"}
+    )
+    orders.send(*({"id": n, "amount": n} for n in range(5)))
+    orders.catch_up()
+    orders.send({"id": 5, "amount": 5})
+    orders.catch_up()
+    found = orders.target_rows("SELECT id, doubled::int, _op, _commit_lsn::text FROM t ORDER BY 1")
+    assert [row[:3] for row in found] == [(n, 2 * n, "i") for n in range(2, 6)]
+    assert found[0][3] < found[-1][3]
+
+
+def test_windows_are_summed_and_go_on_after_a_restart(sums: TopicsPipeline) -> None:
+    sums.send(
+        *({"id": "a", "at": at, "value": 1} for at in moments([0, 1, 1.999, 2])), {"id": "b", "at": moments([0.5])[0]}
+    )
+    sums.catch_up()
+    totals = "SELECT id, extract(second FROM start)::int, total FROM t ORDER BY 1, 2"
+    assert sums.target_rows(totals) == [("a", 0, 3), ("a", 2, 1), ("b", 0, None)]
+    sums.send(*({"id": "a", "at": at, "value": 10} for at in moments([0.5, 3])))
+    sums.catch_up()
+    assert sums.target_rows(totals) == [("a", 0, 13), ("a", 2, 11), ("b", 0, None)]
+
+
+def test_what_comes_too_late_is_left_out_and_counted(sums: TopicsPipeline) -> None:
+    sums.change(source={"late": "count"})
+    sums.send({"id": "a", "at": moments([0])[0], "value": 1}, {"id": "a", "at": moments([30])[0], "value": 1})
+    sums.catch_up()
+    sums.send({"id": "a", "at": moments([1])[0], "value": 100}, {"id": "a", "at": moments([28])[0], "value": 100})
+    seen: list[dict[str, Any]] = []
+    commands.stream(sums.pipeline, until="caught-up", report=lambda _, progress: seen.append(progress))
+    assert sums.target_rows("SELECT total FROM t ORDER BY start") == [(1,), (100,), (1,)]
+    assert seen[-1]["late"] == 1
+
+
+def test_a_sink_that_fails_in_the_middle_of_a_batch_moves_no_offsets(orders: TopicsPipeline) -> None:
+    orders.send(*({"id": n, "amount": n} for n in range(10)))
+    orders.catch_up()
+    before = orders.offsets()
+    orders.target("ALTER TABLE public.t ADD CONSTRAINT small CHECK (amount < 15)")
+    orders.send(*({"id": n, "amount": n} for n in range(10, 20)))
+    with pytest.raises(CdcError, match="small"):
+        orders.catch_up()
+    assert orders.target_rows("SELECT count(*) FROM t") == [(10,)]
+    assert orders.offsets() == before
+    orders.target("ALTER TABLE public.t DROP CONSTRAINT small")
+    orders.catch_up()
+    assert orders.target_rows("SELECT id, amount::int FROM t ORDER BY 1") == [(n, n) for n in range(20)]
+
+
+def test_a_query_without_state_goes_on_from_the_record_alone(orders: TopicsPipeline) -> None:
+    orders.change(sink={"mode": "changelog"})
+    for start in (0, 10, 20):
+        orders.send(*({"id": n} for n in range(start, start + 10)))
+        orders.catch_up()
+        shutil.rmtree(orders.state / "checkpoint")
+    applied = orders.record.applied
+    orders.send({"id": 30})
+    orders.catch_up()
+    assert orders.record.applied > applied
+    assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(n,) for n in range(31)]
+
+
+def test_a_query_with_state_refuses_to_go_on_without_its_checkpoint(sums: TopicsPipeline) -> None:
+    sums.send({"id": "a", "at": moments([0])[0], "value": 1})
+    sums.catch_up()
+    kept = sums.directory / "kept"
+    (sums.state / "checkpoint").rename(kept)
+    sums.send({"id": "a", "at": moments([1])[0], "value": 1})
+    with pytest.raises(GateClosed, match="checkpoint"):
+        sums.catch_up()
+    assert sums.target_rows("SELECT total FROM t") == [(1,)]
+    outcome = sums.run("run", code=3)
+    assert "Restore" in outcome.stderr
+    kept.rename(sums.state / "checkpoint")
+    sums.catch_up()
+    assert sums.target_rows("SELECT total FROM t") == [(2,)]
+
+
+def test_a_bad_record_stops_the_pipeline_before_its_batch(orders: TopicsPipeline) -> None:
+    orders.send({"id": 1}, {"id": 2}, b"nonsense")
+    with pytest.raises(BadRecord, match=rf"message \d of {orders.topic}\[\d\]"):
+        orders.catch_up()
+    assert orders.target_rows("SELECT * FROM t") == []
+
+
+def test_bad_records_go_to_a_topic_of_their_own(orders: TopicsPipeline) -> None:
+    dead = f"{orders.topic}-dead"
+    create_topic(orders.broker.brokers, dead)
+    orders.change(source={"bad_records": {"dead_letter": dead}})
+    bad = [b"nonsense", b'{"id": "text"}', b'{"amount": 1}', b"[]", None]
+    orders.send({"id": 1}, *bad, {"id": 2})
+    orders.catch_up()
+    orders.catch_up()
+    assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(1,), (2,)]
+    assert sorted(message.value or b"" for message in committed(orders.broker.brokers, dead)) == sorted(
+        each or b"" for each in bad
+    )
+
+
+def test_changes_in_debezium_s_format_make_the_same_table(
+    databases: Databases, kafka: KafkaServer, tmp_path: Path
+) -> None:
+    pipeline = TopicsPipeline(tmp_path, databases, kafka, ORDERS, partitions=1, key=["id"], format="debezium")
+    one, two = ({"id": n, "amount": "1.50", "note": "x"} for n in (1, 2))
+    pipeline.send(
+        {"op": "r", "before": None, "after": one},
+        {"payload": {"op": "c", "before": None, "after": two}},
+        {"op": "u", "before": one, "after": {**one, "note": "y"}},
+        {"op": "d", "before": two, "after": None},
+        None,
+    )
+    pipeline.catch_up()
+    assert pipeline.target_rows("SELECT id, amount::text, note FROM t") == [(1, "1.50", "y")]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"columns": "id NONSENSE"}, "source.columns"),
+        ({"sql": "SELECT nothing FROM messages"}, "nothing"),
+        ({"sql": "SELECT struct(id) AS s, id FROM messages"}, "STRUCT|struct"),
+        ({"key": ["other"]}, "other"),
+        ({"topics": ["not-there"]}, "not-there"),
+        ({"bad_records": {"dead_letter": "not-there"}}, "not-there"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_touched(
+    orders: TopicsPipeline, change: dict[str, Any], said: str
+) -> None:
+    orders.change(source=change)
+    with pytest.raises(ConfigError, match=said):
+        commands.provision(orders.pipeline)
+    assert orders.target_rows("SELECT to_regclass('public.t')") == [(None,)]
+
+
+def test_a_topic_that_was_made_anew_is_refused(orders: TopicsPipeline) -> None:
+    orders.send({"id": 1})
+    orders.catch_up()
+    client = AdminClient({"bootstrap.servers": orders.broker.brokers})
+    client.delete_topics([orders.topic])[orders.topic].result(SECONDS)
+    with pytest.raises(ConfigError, match="no topic"):
+        orders.catch_up()
+    create_topic(orders.broker.brokers, orders.topic, 2)
+    with pytest.raises(GateClosed, match="made anew"):
+        orders.catch_up()
+
+
+def test_the_commands_know_it(orders: TopicsPipeline) -> None:
+    orders.send({"id": 1, "amount": 2})
+    told = orders.json("run")
+    assert told["stream"]["caught_up"]
+    orders.send({"id": 2, "amount": 2})
+    status = orders.json("status")
+    assert (status["state"], status["lag_messages"], status["slot"]) == ("stopped", 1, None)
+    assert "1 messages behind" in orders.run("status").stdout
+    orders.run("preflight")
+    orders.run("resnapshot", "--all", code=2)
+    orders.run("drop", "--yes")
+    assert not orders.state.exists()
+    assert orders.target_rows("SELECT id FROM t") == [(1,)]

@@ -1,0 +1,156 @@
+"""Where a pipeline over topics goes on, by record and checkpoint: a model of both, through crashes and restores."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.topics.cluster import Topic, behind, reached, with_all
+from airflow_cdc_provider.engine.topics.position import Found, Position, goes_on
+
+POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
+STEPS = ("batch", "crash when planned", "crash when committed", "lose", "copy", "restore checkpoint", "restore sink")
+
+
+@dataclass
+class Sink:
+    """Its record, and the messages that it has."""
+
+    position: Position
+    messages: list[int] = field(default_factory=list)
+
+    @property
+    def offset(self) -> int:
+        return self.position.offsets["t"]["0"]
+
+    def commit(self, unit: int, offset: int, messages: list[int], checkpoint: str, base: int) -> None:
+        """As :meth:`.Sink.commit` does."""
+        if self.position.applied >= unit:
+            return
+        assert self.position.applied == unit - 1, "the sink refuses the unit"
+        noted = Position.noted({"t": {"0": offset}}, checkpoint, base, {"t": "id"})
+        self.position = replace(self.position, applied=unit, **noted)
+        self.messages += messages
+
+
+@dataclass
+class Checkpoint:
+    """As Spark keeps it: the offsets of batches that were planned, and which were committed; and the state."""
+
+    id: str
+    start: int
+    planned: list[int] = field(default_factory=list)
+    committed: int = -1
+    state: list[int] = field(default_factory=list)
+
+    def found(self, position: Position) -> Found:
+        last = position.applied - position.base - 1
+        known = self.id == position.checkpoint and 0 <= last < len(self.planned)
+        offsets = {"t": {"0": self.planned[last]}} if known else None
+        return Found(self.id, self.committed, len(self.planned) - 1, offsets)
+
+
+class Model:
+    """A pipeline with one topic, to which messages are written all the time."""
+
+    def __init__(self, stateful: bool) -> None:
+        self.sink = Sink(replace(POSITION, stateful=stateful))
+        self.checkpoint: Checkpoint | None = None
+        self.topic = 0
+        self.made = 0
+        self.copies: dict[str, Sink | Checkpoint | None] = {}
+
+    def run(self, crash: str | None) -> None:
+        """Start, and bring in a batch; the process may end in between."""
+        position = self.sink.position
+        found = Found(None) if self.checkpoint is None else self.checkpoint.found(position)
+        base = position.base
+        if not goes_on(position, found, "there"):
+            self.made += 1
+            base = position.applied
+            self.checkpoint = Checkpoint(str(self.made), self.sink.offset)
+        assert self.checkpoint is not None
+        if len(self.checkpoint.planned) - 1 > self.checkpoint.committed:
+            self._batch(self.checkpoint, base, None)
+        self.topic += 3
+        self.checkpoint.planned.append(self.topic)
+        if crash != "crash when planned":
+            self._batch(self.checkpoint, base, crash)
+
+    def _batch(self, checkpoint: Checkpoint, base: int, crash: str | None) -> None:
+        batch = checkpoint.committed + 1
+        begin = checkpoint.planned[batch - 1] if batch else checkpoint.start
+        messages = list(range(begin, checkpoint.planned[batch]))
+        state = [*checkpoint.state, *messages]
+        self.sink.commit(base + batch + 1, checkpoint.planned[batch], messages, checkpoint.id, base)
+        if self.sink.position.stateful and self.sink.position.applied == base + batch + 1:
+            assert state == self.sink.messages, "the state does not know what the sink has"
+        if crash is None:
+            checkpoint.committed, checkpoint.state = batch, state
+
+    def step(self, name: str) -> None:
+        if name == "lose":
+            self.checkpoint = None
+        elif name == "copy":
+            self.copies = {"checkpoint": deepcopy(self.checkpoint), "sink": deepcopy(self.sink)}
+        elif name == "restore checkpoint" and self.copies:
+            self.checkpoint = deepcopy(self.copies["checkpoint"])  # type: ignore[assignment]
+        elif name == "restore sink" and self.copies:
+            self.sink = deepcopy(self.copies["sink"])  # type: ignore[assignment]
+        else:
+            self.run(name if name.startswith("crash") else None)
+        assert self.sink.messages == list(range(self.sink.offset)), name
+
+
+@settings(max_examples=600)
+@given(st.lists(st.sampled_from(STEPS), max_size=14))
+def test_without_state_every_message_is_brought_in_once_whatever_is_lost_or_restored(steps: list[str]) -> None:
+    model = Model(stateful=False)
+    for step in steps:
+        model.step(step)
+
+
+@settings(max_examples=600)
+@given(st.lists(st.sampled_from(STEPS), max_size=14))
+def test_with_state_it_goes_on_only_where_the_state_is_that_of_the_sink(steps: list[str]) -> None:
+    model = Model(stateful=True)
+    for step in steps:
+        try:
+            model.step(step)
+        except GateClosed:
+            return
+
+
+@given(st.lists(st.sampled_from(STEPS[:3]), max_size=12))
+def test_with_state_crashes_alone_never_stop_it(steps: list[str]) -> None:
+    model = Model(stateful=True)
+    for step in steps:
+        model.step(step)
+
+
+def test_a_source_that_cannot_go_on_is_refused() -> None:
+    position = replace(POSITION, offsets={"t": {"0": 5}})
+    topic, at = Topic("t", "id", 1), {"t": {"0": 5}}
+    position.require_source("cluster", [topic], {"t": {"0": 0}}, at)
+    for cluster, topics, beginnings, ends, said in (
+        ("other", [topic], at, at, "cluster other"),
+        ("cluster", [], {}, {}, "no longer exists"),
+        ("cluster", [replace(topic, id="new")], at, at, "made anew"),
+        ("cluster", [topic], {"t": {"0": 6}}, {"t": {"0": 9}}, "begins at offset 6"),
+        ("cluster", [topic], {"t": {"0": 0}}, {"t": {"0": 4}}, "ends at offset 4"),
+    ):
+        with pytest.raises(GateClosed, match=said):
+            position.require_source(cluster, topics, beginnings, ends)
+
+
+def test_offsets_are_held_against_each_other() -> None:
+    offsets, ends = {"t": {"0": 5}}, {"t": {"0": 7, "1": 3}, "u": {"0": 0}}
+    assert behind(offsets, ends) == 5
+    assert not reached(offsets, ends)
+    assert reached({"t": {"0": 7, "1": 3}}, ends)
+    assert with_all(offsets, [Topic("t", "", 2)], lambda topic, partition: -2) == {"t": {"0": 5, "1": -2}}
