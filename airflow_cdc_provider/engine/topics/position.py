@@ -113,7 +113,8 @@ class Found:
     :param id: ``None`` where there is none.
     :param committed: the last batch that Spark counts as done, -1 before the first.
     :param planned: the last batch of which the offsets stand there, -1 before the first.
-    :param offsets: of the batch that the record knows last, as far as the checkpoint has them.
+    :param offsets: of the batch that the record knows last; ``None`` where the checkpoint does not have it, or is not
+        the one that the record names.
     """
 
     id: str | None
@@ -131,13 +132,8 @@ def goes_on(position: Position, found: Found, place: str) -> bool:
     :raises GateClosed: when the query has state, and the checkpoint is not the one that goes with the record.
     """
     last = position.applied - position.base - 1
-    in_step = (
-        found.id is not None
-        and found.id == position.checkpoint
-        and last - 1 <= found.committed <= last <= found.planned <= last + 1
-        and found.offsets == position.offsets
-    )
-    if in_step:
+    in_step = last - 1 <= found.committed <= last <= found.planned <= last + 1
+    if in_step and found.offsets == position.offsets:
         return True
     if position.stateful and position.checkpoint is not None:
         what = "is gone" if found.id is None else "is not the one that goes with the sink's commit record"
