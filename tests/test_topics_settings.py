@@ -1,0 +1,124 @@
+"""The source section for topics: what it says, what is refused, and that no password shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from airflow_cdc_provider.engine.brokers import java_properties
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.topics.settings import PACKAGE
+from tests.test_config import document
+
+SOURCE: dict[str, Any] = {
+    "type": "kafka",
+    "brokers": "one:9092, two:9092",
+    "topics": ["clicks"],
+    "columns": "id STRING NOT NULL, at TIMESTAMP",
+    "table": "public.sums",
+}
+
+
+def parse(environment: dict[str, str] | None = None, **changes: Any) -> Pipeline:
+    """The pipeline with keys of its source changed; ``None`` removes one."""
+    source = {name: value for name, value in {**SOURCE, **changes}.items() if value is not None}
+    return Pipeline.parse(document(source=source), environment or {})
+
+
+def test_defaults() -> None:
+    pipeline = parse()
+    topics = pipeline.topics
+    assert topics is not None
+    assert (topics.brokers, topics.topics, topics.pattern) == ("one:9092,two:9092", ("clicks",), "")
+    assert (topics.starting, topics.format, topics.late, topics.dead_letters) == ("earliest", "json", "drop", "")
+    assert topics.schema_and_name == ("public", "sums")
+    assert pipeline.captured == ("clicks",)
+    assert PACKAGE in pipeline.spark_conf["spark.jars.packages"]
+
+
+def test_the_package_comes_beside_those_of_sinks_and_file() -> None:
+    source, sink = SOURCE, {"type": "delta", "path": "/lake"}
+    conf = {"spark.jars.packages": "org:own:1"}
+    pipeline = Pipeline.parse(document(source=source, sink=sink, spark={"conf": conf}))
+    packages = pipeline.spark_conf["spark.jars.packages"].split(",")
+    assert packages[0] == PACKAGE
+    assert packages[-1] == "org:own:1"
+    assert len(packages) == 3
+
+
+def test_a_pipeline_over_topics_has_no_slot() -> None:
+    with pytest.raises(ConfigError, match="no replication slot"):
+        parse().source
+
+
+def test_passwords_go_to_java_and_are_shown_nowhere() -> None:
+    given = {"security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "u"}
+    pipeline = parse({"PW": 'p"\\w'}, properties={**given, "sasl.password": "${PW}", "ssl.ca.location": "/ca.pem"})
+    topics = pipeline.topics
+    assert topics is not None
+    assert topics.secrets == ('p"\\w',)
+    assert 'p"' not in repr(pipeline)
+    options = topics.client_options
+    assert options["kafka.sasl.jaas.config"] == (
+        'org.apache.kafka.common.security.scram.ScramLoginModule required username="u" password="p\\"\\\\w";'
+    )
+    assert options["kafka.ssl.truststore.location"] == "/ca.pem"
+    assert not {"kafka.sasl.password", "kafka.sasl.username", "kafka.ssl.ca.location"} & options.keys()
+
+
+def test_what_the_engine_decides_is_not_left_to_properties() -> None:
+    topics = parse(properties={"isolation.level": "read_uncommitted", "group.id": "theirs", "client.id": "ours"}).topics
+    assert topics is not None
+    assert dict(topics.properties) == {"client.id": "ours"}
+    assert java_properties((("sasl.mechanisms", "PLAIN"),)) == {"sasl.mechanism": "PLAIN"}
+
+
+@pytest.mark.parametrize(
+    "connection",
+    [
+        "kafka://user:secret@one:9092",
+        '{"conn_type": "kafka", "login": "user", "password": "secret", "extra": {"bootstrap.servers": "one:9092"}}',
+        '{"extra": {"bootstrap.servers": "one:9092", "sasl.username": "user", "sasl.password": "secret", "topics": "x"}}',
+    ],
+)
+def test_a_connection_of_airflow(connection: str) -> None:
+    topics = parse({"AIRFLOW_CONN_CLICKS": connection}, brokers=None, conn_id="clicks").topics
+    assert topics is not None
+    assert topics.brokers == "one:9092"
+    assert dict(topics.properties) == {"sasl.username": "user", "sasl.password": "secret"}
+
+
+def test_dags_are_parsed_without_connections() -> None:
+    source = {**SOURCE, "brokers": "${BROKERS}", "properties": {"sasl.password": "${PW}"}}
+    assert Pipeline.parse(document(source=source), {}, resolve=False).captured == ("clicks",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"topics": None}, "source.topics"),
+        ({"pattern": "c.*"}, "source.topics"),
+        ({"topics": []}, "a list of names"),
+        ({"topics": None, "pattern": "("}, "a regular expression"),
+        ({"brokers": "user:pw@one:9092"}, "properties"),
+        ({"brokers": None}, "source.brokers"),
+        ({"columns": None}, "source.columns"),
+        ({"table": "sums"}, "schema.table"),
+        ({"key": "id"}, "a list of columns"),
+        ({"watermark": {"column": "at"}}, "source.watermark.delay"),
+        ({"watermark": {"column": "at", "delay": "soon"}}, "a duration"),
+        ({"late": "keep"}, "drop, count"),
+        ({"bad_records": "ignore"}, "dead_letter"),
+        ({"bad_records": {"dead_letter": "a b"}}, "the name of a topic"),
+        ({"checkpoint": "relative"}, "a URL"),
+        ({"format": "xml"}, "json, debezium"),
+        ({"slot": "mine"}, "unknown key"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        parse(**changes)
+    assert said in f"{told.value.message} {told.value.solution}"
+    assert "pw" not in told.value.message
