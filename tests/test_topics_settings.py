@@ -80,7 +80,7 @@ def test_what_the_engine_decides_is_not_left_to_properties() -> None:
     [
         "kafka://user:secret@one:9092",
         '{"conn_type": "kafka", "login": "user", "password": "secret", "extra": {"bootstrap.servers": "one:9092"}}',
-        '{"extra": {"bootstrap.servers": "one:9092", "sasl.username": "user", "sasl.password": "secret", "topics": "x"}}',
+        '{"extra": {"bootstrap.servers": "one:9092", "sasl.username": "user", "sasl.password": "secret", "topics": ""}}',
     ],
 )
 def test_a_connection_of_airflow(connection: str) -> None:
@@ -113,7 +113,9 @@ def test_dags_are_parsed_without_connections() -> None:
         ({"bad_records": "ignore"}, "dead_letter"),
         ({"bad_records": {"dead_letter": "a b"}}, "the name of a topic"),
         ({"checkpoint": "relative"}, "a URL"),
-        ({"format": "xml"}, "json, debezium"),
+        ({"format": "xml"}, "json, avro, debezium"),
+        ({"format": "avro"}, "source.registry"),
+        ({"registry": "http://registry"}, "unknown key"),
         ({"slot": "mine"}, "unknown key"),
     ],
 )

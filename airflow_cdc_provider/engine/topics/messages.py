@@ -16,6 +16,8 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructField, StructType
 
 from airflow_cdc_provider.engine.errors import BadRecord, ConfigError
+from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
+from airflow_cdc_provider.engine.topics.avro import TEXT, UNDECODED, AvroTexts
 from airflow_cdc_provider.engine.topics.settings import Offsets, TopicSource
 
 OP = "_op"
@@ -133,13 +135,21 @@ def bad_record(text: str) -> BadRecord | None:
 
 def _decoded(raw: DataFrame, source: TopicSource) -> DataFrame:
     """Messages with their row in ``m``, what is wrong with it, and in Debezium's format the operation."""
-    columns = columns_of(source)
-    return _debezium(raw, columns) if source.format == "debezium" else _json(raw, columns)
+    columns, texts = columns_of(source), _texts(raw, source)
+    return _debezium(texts, columns) if source.format == "debezium" else _plain(texts, columns)
 
 
-def _json(raw: DataFrame, columns: StructType) -> DataFrame:
+def _texts(raw: DataFrame, source: TopicSource) -> DataFrame:
+    """Messages with their values as JSON."""
+    if not source.registry:
+        return raw.withColumn(TEXT, f.col("value").cast("string")).withColumn(UNDECODED, f.lit(None).cast("string"))
+    schema = StructType([*raw.schema, *(StructField(name, StringType()) for name in (TEXT, UNDECODED))])
+    return raw.mapInArrow(AvroTexts(Registry(source.registry, source.registry_properties)), schema)
+
+
+def _plain(raw: DataFrame, columns: StructType) -> DataFrame:
     parsed = raw.withColumn("m", _parsed(columns))
-    trouble = f.coalesce(_unreadable(f.col("value"), f.col("m")), _lacking(columns, f.col("m")))
+    trouble = f.coalesce(_unreadable(f.col("m")), _lacking(columns, f.col("m")))
     return parsed.withColumn(_TROUBLE, trouble)
 
 
@@ -158,7 +168,7 @@ def _debezium(raw: DataFrame, columns: StructType) -> DataFrame:
     parsed = parsed.withColumn("m", f.when(gone, f.col("p.before")).otherwise(f.col("p.after")))
     parsed = parsed.withColumn(OP, f.element_at(letter, f.col("p.op")))
     trouble = f.coalesce(
-        _unreadable(f.col("value"), f.col("e")),
+        _unreadable(f.col("e")),
         f.when(f.col(OP).isNull(), f.concat(f.lit("op is "), f.coalesce(f.col("p.op"), f.lit("missing")))),
         f.when(f.col("m").isNull(), f.when(gone, f.lit("before is missing")).otherwise(f.lit("after is missing"))),
         f.when(~gone, _lacking(columns, f.col("m"))),
@@ -170,13 +180,14 @@ def _parsed(columns: StructType) -> Column:
     fields = [StructField(each.name, each.dataType) for each in columns]
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _UNREADABLE}
     schema = StructType([*fields, StructField(_UNREADABLE, StringType())])
-    return f.from_json(f.col("value").cast("string"), schema, options)
+    return f.from_json(f.col(TEXT), schema, options)
 
 
-def _unreadable(value: Column, parsed: Column) -> Column:
+def _unreadable(parsed: Column) -> Column:
     return (
-        f.when(value.isNull(), f.lit("it has no value"))
-        .when(parsed.isNull() | parsed[_UNREADABLE].isNotNull(), f.lit("it is not JSON with values of these columns"))
+        f.when(f.col("value").isNull(), f.lit("it has no value"))
+        .when(f.col(UNDECODED).isNotNull(), f.col(UNDECODED))
+        .when(parsed.isNull() | parsed[_UNREADABLE].isNotNull(), f.lit("its values are not of these columns"))
         .otherwise(f.lit(None).cast("string"))
     )
 

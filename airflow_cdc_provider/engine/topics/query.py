@@ -21,7 +21,18 @@ from airflow_cdc_provider.engine.topics.settings import VIEW, Output, TopicSourc
 
 # Of a plan, those that take each row by itself. What else there is may have to remember rows of before.
 _STATELESS = frozenset(
-    {"Project", "Filter", "SubqueryAlias", "View", "EventTimeWatermark", "Generate", "Union", "Sort", "Repartition"}
+    {
+        "Project",
+        "Filter",
+        "SubqueryAlias",
+        "View",
+        "EventTimeWatermark",
+        "MapInArrow",
+        "Generate",
+        "Union",
+        "Sort",
+        "Repartition",
+    }
     | {"RepartitionByExpression", "CTERelationRef", "WithCTE", "CTERelationDef", "ResolvedHint"}
 )
 _TYPES: dict[type[t.DataType], tuple[str, int]] = {

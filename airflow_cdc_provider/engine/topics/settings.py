@@ -23,7 +23,7 @@ PACKAGE = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0"
 VIEW = "messages"
 """What the query names the decoded messages."""
 
-Format: TypeAlias = Literal["json", "debezium"]
+Format: TypeAlias = Literal["json", "avro", "debezium"]
 Output: TypeAlias = Literal["update", "append"]
 Starting: TypeAlias = Literal["earliest", "latest"]
 Late: TypeAlias = Literal["drop", "count"]
@@ -46,6 +46,8 @@ class TopicSource:
     :param pattern: a regular expression of Java that whole names match; empty with ``topics``.
     :param starting: where topics are read from that nothing is recorded of.
     :param format: of the messages' values.
+    :param registry: the schema registry's URL, where values are in Avro; empty where they are in JSON.
+    :param registry_properties: of its client.
     :param columns: of the values, as Spark writes a schema; those that say ``NOT NULL`` have to be there.
     :param table: the name of the result, as ``schema.table``: what a source table is to other pipelines.
     :param key: columns of the result by which its rows are told apart.
@@ -76,6 +78,8 @@ class TopicSource:
     dead_letters: str
     max_batch_messages: int
     checkpoint: str
+    registry: str = ""
+    registry_properties: Properties = field(default=(), repr=False)
     type: Literal["kafka"] = "kafka"
 
     @classmethod
@@ -92,13 +96,17 @@ class TopicSource:
                 "source takes either topics, a list of names, or pattern, a regular expression",
                 "Give one of source.topics and source.pattern.",
             )
+        format_ = cast(Format, section.take("format", one_of("json", "avro", "debezium"), "json"))
+        registry = ""
+        if format_ != "json":
+            registry = section.take("registry", as_text, None if format_ == "avro" else "")
         return cls(
             brokers=brokers,
             properties=properties,
             topics=topics,
             pattern=pattern,
             starting=cast(Starting, section.take("starting", one_of("earliest", "latest"), "earliest")),
-            format=cast(Format, section.take("format", one_of("json", "debezium"), "json")),
+            format=format_,
             columns=section.take("columns", as_text),
             table=section.take("table", _label),
             key=section.take("key", _names, nothing),
@@ -109,6 +117,8 @@ class TopicSource:
             dead_letters=section.take("bad_records", lambda value: _dead_letters(section, value), ""),
             max_batch_messages=section.take("max_batch_messages", as_positive_integer, 100_000),
             checkpoint=section.take("checkpoint", _url, ""),
+            registry=registry,
+            registry_properties=section.texts("registry_properties", secret=True) if registry else (),
         )
 
     @property
@@ -119,7 +129,7 @@ class TopicSource:
     @property
     def secrets(self) -> Sequence[str]:
         """Texts that no log may show."""
-        return secrets_of(self.properties)
+        return secrets_of((*self.properties, *self.registry_properties))
 
     @property
     def schema_and_name(self) -> tuple[str, str]:
