@@ -80,7 +80,7 @@ def test_what_the_engine_decides_is_not_left_to_properties() -> None:
     [
         "kafka://user:secret@one:9092",
         '{"conn_type": "kafka", "login": "user", "password": "secret", "extra": {"bootstrap.servers": "one:9092"}}',
-        '{"extra": {"bootstrap.servers": "one:9092", "sasl.username": "user", "sasl.password": "secret", "topics": ""}}',
+        '{"extra": {"bootstrap.servers": "one:9092", "sasl.username": "user", "sasl.password": "secret", "topics": 1}}',
     ],
 )
 def test_a_connection_of_airflow(connection: str) -> None:

@@ -21,19 +21,8 @@ from airflow_cdc_provider.engine.topics.settings import VIEW, Output, TopicSourc
 
 # Of a plan, those that take each row by itself. What else there is may have to remember rows of before.
 _STATELESS = frozenset(
-    {
-        "Project",
-        "Filter",
-        "SubqueryAlias",
-        "View",
-        "EventTimeWatermark",
-        "MapInArrow",
-        "Generate",
-        "Union",
-        "Sort",
-        "Repartition",
-    }
-    | {"RepartitionByExpression", "CTERelationRef", "WithCTE", "CTERelationDef", "ResolvedHint"}
+    {"Project", "Filter", "SubqueryAlias", "View", "EventTimeWatermark", "MapInArrow", "Generate", "Union", "Sort"}
+    | {"Repartition", "RepartitionByExpression", "CTERelationRef", "WithCTE", "CTERelationDef", "ResolvedHint"}
 )
 _TYPES: dict[type[t.DataType], tuple[str, int]] = {
     t.BooleanType: ("boolean", 16),
