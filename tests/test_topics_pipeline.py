@@ -225,3 +225,24 @@ def test_the_commands_know_it(orders: TopicsPipeline) -> None:
     orders.run("drop", "--yes")
     assert not orders.state.exists()
     assert orders.target_rows("SELECT id FROM t") == [(1,)]
+
+
+def test_several_sinks_get_the_same_units(orders: TopicsPipeline, tmp_path: Path) -> None:
+    orders.change(sink=None)
+    sinks = [
+        {"dsn": orders.databases.pipeline_target},
+        {"type": "files", "path": str(tmp_path / "lake"), "format": "json"},
+    ]
+    orders.change(sink=sinks)
+    orders.send(*({"id": n} for n in range(5)))
+    orders.catch_up()
+    orders.send({"id": 5})
+    orders.target("ALTER TABLE public.t ADD CONSTRAINT small CHECK (id < 5)")
+    with pytest.raises(CdcError):
+        orders.catch_up()
+    orders.target("ALTER TABLE public.t DROP CONSTRAINT small")
+    orders.catch_up()
+    assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(n,) for n in range(6)]
+    files = (tmp_path / "lake" / "public" / "t").rglob("*.json*")
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert sorted(line["id"] for line in lines) == list(range(6))

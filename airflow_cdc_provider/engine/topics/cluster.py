@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
-
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.topics.settings import Offsets, TopicSource
+
+try:
+    from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
+    from confluent_kafka.admin import AdminClient, OffsetSpec
+except ImportError as e:
+    # Whoever has to do with topics comes by here first.
+    raise ConfigError(
+        "the source type kafka needs the package confluent-kafka, which is not installed",
+        "Install it where the driver and Airflow's workers run: pip install 'airflow-cdc-provider[kafka]'.",
+    ) from e
 
 _SECONDS = 15.0
 _FORBIDDEN = (

@@ -146,6 +146,8 @@ class TopicSource:
             f"{_STATE_STORE}.rocksdb.changelogCheckpointing.enabled": "true",
             # The files of a batch have names of their own, so that a driver that was overtaken spoils none.
             f"{_STATE_STORE}.checkpointFormatVersion": "2",
+            # Of options, too, which plans show: a login is one.
+            "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas",
             # So many state stores commit in each batch, however little is in it.
             "spark.sql.shuffle.partitions": "4",
         }

@@ -1,0 +1,112 @@
+"""What queries over messages are found to return, and whether they keep state; Spark alone, without a broker."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.topics.query import Shape, output_of, shape_of
+from tests.pipelines import SPARK_CONF
+from tests.test_config import document
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+SOURCE = {
+    "type": "kafka",
+    "brokers": "nowhere:1",
+    "topics": ["t"],
+    "columns": "id BIGINT NOT NULL, at TIMESTAMP, tags ARRAY<STRING>, value DECIMAL(9, 2)",
+    "table": "public.t",
+    "key": ["id"],
+    "watermark": {"column": "at", "delay": "1 second"},
+}
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    session = SparkSession.builder.master("local[1]").config(map={**SPARK_CONF, "spark.log.level": "ERROR"})
+    with session.getOrCreate() as spark:
+        spark.range(1).selectExpr("id", "'one' AS name").createOrReplaceTempView("names")
+        yield spark
+
+
+def shape(spark: SparkSession, sql: str, mode: str = "mirror", **source: Any) -> Shape:
+    return shape_of(spark, pipeline(sql, mode, **source))
+
+
+def pipeline(sql: str, mode: str = "mirror", **source: Any) -> Pipeline:
+    return Pipeline.parse(document(source={**SOURCE, "sql": sql, **source}, sink__mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("sql", "stateful"),
+    [
+        ("SELECT id, value * 2 AS twice FROM messages WHERE value > 1", False),
+        ("SELECT id, explode(tags) AS tag FROM messages", False),
+        (
+            "WITH few AS (SELECT * FROM messages WHERE id < 9) SELECT id FROM few UNION ALL SELECT id FROM messages",
+            False,
+        ),
+        ("SELECT m.id, name FROM messages m JOIN names USING (id)", False),
+        ("SELECT id, count(*) AS n FROM messages GROUP BY id", True),
+        ("SELECT DISTINCT id FROM messages", True),
+        ("SELECT id, window.start AS at FROM messages GROUP BY id, window(at, '2 seconds')", True),
+        ("SELECT a.id FROM messages a JOIN messages b ON a.id = b.id AND a.at = b.at", True),
+    ],
+)
+def test_a_query_keeps_state_if_a_row_depends_on_others(spark: SparkSession, sql: str, stateful: bool) -> None:
+    output = "append" if " JOIN messages" in sql else "update"
+    assert shape(spark, sql, output=output).stateful is stateful
+
+
+def test_columns_have_the_types_that_sinks_know(spark: SparkSession) -> None:
+    sql = """SELECT id, value, at, CAST(at AS DATE) AS day, CAST(id AS TINYINT) AS tiny, id > 1 AS flag, 1.5D AS d,
+             CAST('x' AS BINARY) AS data, to_json(tags) AS tags, CAST(at AS TIMESTAMP_NTZ) AS local FROM messages"""
+    table = shape(spark, sql).table
+    assert {column.name: column.type for column in table.columns} == {
+        "id": "bigint",
+        "value": "numeric(9,2)",
+        "at": "timestamp with time zone",
+        "day": "date",
+        "tiny": "smallint",
+        "flag": "boolean",
+        "d": "double precision",
+        "data": "bytea",
+        "tags": "text",
+        "local": "timestamp without time zone",
+    }
+    assert (table.label, table.key) == ("public.t", ("id",))
+
+
+@pytest.mark.parametrize(
+    ("sql", "source", "said"),
+    [
+        ("SELEC id", {}, "source.sql"),
+        ("SELECT id, tags FROM messages", {}, "array"),
+        ("SELECT id, id FROM messages", {}, "several columns"),
+        ("SELECT id FROM messages", {"key": ["at"]}, "no column at"),
+        ("SELECT id FROM messages", {"key": None}, "source.key"),
+        ("SELECT id FROM messages", {"format": "debezium"}, "_op"),
+        ("SELECT id, count(*) AS n FROM messages GROUP BY id", {"output": "append"}, "watermark"),
+    ],
+)
+def test_what_cannot_be_says_why(spark: SparkSession, sql: str, source: dict[str, Any], said: str) -> None:
+    given = {name: value for name, value in {**SOURCE, "sql": sql, **source}.items() if value is not None}
+    with pytest.raises(ConfigError) as told:
+        shape_of(spark, Pipeline.parse(document(source=given)))
+    assert said in told.value.message
+
+
+def test_windows_are_told_to_logs_when_they_are_closed() -> None:
+    sql = "SELECT id FROM messages"
+    assert output_of(pipeline(sql)) == "update"
+    assert output_of(pipeline(sql, "changelog")) == "append"
+    assert output_of(pipeline(sql, "changelog", output="update")) == "update"
