@@ -90,7 +90,10 @@ def test_windows_are_summed_and_go_on_after_a_restart(sums: TopicsPipeline) -> N
 
 def test_what_comes_too_late_is_left_out_and_counted(sums: TopicsPipeline) -> None:
     sums.change(source={"late": "count"})
-    sums.send({"id": "a", "at": moments([0])[0], "value": 1}, {"id": "a", "at": moments([30])[0], "value": 1})
+    sums.send({"id": "a", "at": moments([0])[0], "value": 1}, {"id": "a", "at": moments([30])[0], "value": 0})
+    sums.catch_up()
+    # Spark takes for late what lay behind the watermark of the batch before, which may have had no second one yet.
+    sums.send({"id": "a", "at": moments([30])[0], "value": 1})
     sums.catch_up()
     sums.send({"id": "a", "at": moments([1])[0], "value": 100}, {"id": "a", "at": moments([28])[0], "value": 100})
     seen: list[dict[str, Any]] = []
