@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from airflow.sdk import DAG, TriggerRule
+from airflow.sdk.exceptions import AirflowSkipException
 
 from airflow_cdc_provider.dag import CdcTaskGroup, pipeline_param, stream_params
 from airflow_cdc_provider.operators.pipeline import CdcVerifyOperator
 from airflow_cdc_provider.sensors.slot import SlotProgressSensor
 
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
 PIPELINE = "{{ params.pipeline }}"
+
+
+def skip_without_slot(context: Context) -> None:
+    """Skip a task that watches the slot where the pipeline reads topics of Kafka."""
+    if "restart_lsn" not in context["ti"].xcom_pull(task_ids="provision"):
+        raise AirflowSkipException("The pipeline reads topics: there is no slot.")
+
 
 with DAG(
     dag_id="cdc_pipeline",
@@ -28,7 +40,8 @@ Copies the tables of a pipeline file into the sink and applies the changes made 
 * **provision** makes publication and replication slot, or verifies those that exist, and plans the copy.
 * **plan** divides the chunks that are not copied yet into groups; **snapshot** copies each group in a Spark job.
 * **stream** applies the changes until it has caught up, is stopped, or has reached an LSN.
-* **slot_progress** waits until the slot releases WAL on the source; it is skipped if nothing moves for ten minutes.
+* **slot_progress** waits until the slot releases WAL on the source; it is skipped if nothing moves for ten minutes,
+  and where the pipeline reads topics of Kafka, which have no slot.
 * **verify** compares source and sink row by row.
 
 Trigger it again to catch up: what was copied is not copied again. Needs a Spark connection `spark_default`.
@@ -41,7 +54,8 @@ Trigger it again to catch up: what was copied is not copied again. Needs a Spark
     slot_progress = SlotProgressSensor(
         task_id="slot_progress",
         pipeline=PIPELINE,
-        moved_since="{{ ti.xcom_pull(task_ids='provision')['restart_lsn'] }}",
+        moved_since="{{ ti.xcom_pull(task_ids='provision').get('restart_lsn') }}",
+        pre_execute=skip_without_slot,
         timeout=600,
         soft_fail=True,
         trigger_rule=TriggerRule.NONE_FAILED,

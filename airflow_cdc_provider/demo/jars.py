@@ -12,6 +12,8 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from airflow_cdc_provider.engine.errors import CdcError
@@ -21,6 +23,7 @@ HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "airfl
 
 JAVA_OPTIONS = f"-Duser.home={HOME}"
 
+_VARIABLE = "SPARK_SUBMIT_OPTS"
 _PATIENCE = 300.0
 _FETCH = """
 import sys
@@ -51,9 +54,27 @@ def fetch(package: str, home: Path = HOME) -> list[Path]:
     return sorted(home.glob(".ivy*/jars/*.jar"))
 
 
+@contextmanager
+def at_hand(package: str) -> Iterator[None]:
+    """Fetch a package, and have every Spark look for packages there, of processes that begin meanwhile, too.
+
+    :raises JarsMissing: when there is no way to a Maven repository.
+    """
+    fetch(package)
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = f"{before or ''} {JAVA_OPTIONS}".strip()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+
+
 def _resolve(package: str, home: Path) -> None:
     command = [sys.executable, "-c", _FETCH, package]
-    environment = os.environ | {"SPARK_SUBMIT_OPTS": f"-Duser.home={home}"}
+    environment = os.environ | {_VARIABLE: f"-Duser.home={home}"}
     try:
         fetching = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_PATIENCE

@@ -13,9 +13,9 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from airflow_cdc_provider.demo import shop
-from airflow_cdc_provider.demo.__main__ import tell_failure
 from airflow_cdc_provider.demo.show import Screen
-from airflow_cdc_provider.demo.stage import DAG, Stage, set_stage, work_directory
+from airflow_cdc_provider.demo.stage import DAG, work_directory
+from airflow_cdc_provider.demo.tables import ShopStage, set_stage
 from airflow_cdc_provider.engine.errors import CdcError
 
 SCALE = 0.1
@@ -39,7 +39,7 @@ def main() -> int:
     screen = Screen(sys.stdout)
     try:
         with work_directory(None) as directory, ExitStack() as started:
-            stage = set_stage(started, directory, screen.say, scale=SCALE)
+            stage = set_stage(started, directory, screen, scale=SCALE)
             started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
             open_house(stage)
             screen.print(
@@ -54,14 +54,14 @@ def main() -> int:
             while True:
                 signal.pause()
     except CdcError as error:
-        tell_failure(screen, error)
+        screen.tell_failure(error)
     except KeyboardInterrupt:
         screen.say("Everything is stopped and removed.")
         return 0
     return 1
 
 
-def open_house(stage: Stage) -> None:
+def open_house(stage: ShopStage) -> None:
     """Unpause the Dag, and make the connections known to the UI, which does not see those of the environment."""
     client = stage.airflow.client
     client.await_dag(DAG)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psycopg
 
-from airflow_cdc_provider.demo.jars import JAVA_OPTIONS, fetch
+from airflow_cdc_provider.demo.jars import at_hand
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
 
+if TYPE_CHECKING:
+    from airflow_cdc_provider.demo.kafka import KafkaServer
+    from airflow_cdc_provider.demo.mariadb import MariadbServer
+
 POSTGRES = "16"
-_OPTIONS = "SPARK_SUBMIT_OPTS"
 SETTINGS: Mapping[str, str] = {"shared_buffers": "256MB", "max_wal_size": "4GB", "checkpoint_timeout": "15min"}
 
 
@@ -56,45 +59,42 @@ def _files(started: ExitStack, directory: Path) -> Warehouse:
     return Warehouse(f"Parquet files in {directory}", str(directory), f"  type: files\n  path: {directory}\n")
 
 
-def _mysql(started: ExitStack, directory: Path) -> Warehouse:
-    from airflow_cdc_provider.demo.mariadb import MariadbServer  # late: only this warehouse needs its driver
+def start_mariadb(started: ExitStack, directory: Path) -> MariadbServer:
+    """A MariaDB server without databases, stopped at the end."""
+    from airflow_cdc_provider.demo.mariadb import MariadbServer  # late: only who needs it has its driver
 
     server = MariadbServer.create(directory)
     started.callback(server.stop)
     server.start()
+    return server
+
+
+def start_broker(started: ExitStack, directory: Path) -> KafkaServer:
+    """A Kafka broker without topics, stopped at the end."""
+    from airflow_cdc_provider.demo.kafka import KafkaServer  # late: only who needs it has its client
+
+    server = KafkaServer.create(directory)
+    started.callback(server.stop)
+    server.start()
+    return server
+
+
+def _mysql(started: ExitStack, directory: Path) -> Warehouse:
+    server = start_mariadb(started, directory)
     section = "  type: mysql\n  conn_id: shop_mysql\n  mode: mirror\n"
     return Warehouse(f"MariaDB on port {server.port}", server.dsn, section, {"shop_mysql": server.dsn})
 
 
 def _kafka(started: ExitStack, directory: Path) -> Warehouse:
-    from airflow_cdc_provider.demo.kafka import KafkaServer  # late: only this warehouse needs its client
-
-    server = KafkaServer.create(directory)
-    started.callback(server.stop)
-    server.start()
+    server = start_broker(started, directory)
     section = "  type: kafka\n  conn_id: shop_kafka\n"
     connections = {"shop_kafka": f"kafka://{server.brokers}"}
     return Warehouse(f"Kafka topics on port {server.port}", server.brokers, section, connections)
 
 
 def _delta(started: ExitStack, directory: Path) -> Warehouse:
-    fetch(PACKAGE)
-    started.enter_context(_java_options(JAVA_OPTIONS))
+    started.enter_context(at_hand(PACKAGE))
     return Warehouse(f"Delta tables in {directory}", str(directory), f"  type: delta\n  path: file://{directory}\n")
-
-
-@contextmanager
-def _java_options(options: str) -> Iterator[None]:
-    """Start Spark with further options of Java, here and in processes that begin meanwhile."""
-    before = os.environ.get(_OPTIONS)
-    os.environ[_OPTIONS] = f"{before or ''} {options}".strip()
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_OPTIONS]
-        else:
-            os.environ[_OPTIONS] = before
 
 
 WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {

@@ -1,0 +1,213 @@
+"""Events for topics of Kafka: a producer that writes them in transactions, and what windows of them have to hold.
+
+What is expected is reckoned from the topic itself, by a plain consumer of what is
+committed and by plain Python, so that it owes nothing to the engine or to Spark.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
+from random import Random
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeAlias
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from airflow_cdc_provider.engine.errors import CdcError
+
+SECONDS = 60.0
+
+TRANSACTIONS_PER_SECOND = 4
+ABORTED = 10  # of so many transactions one is aborted
+UNORDERED = timedelta(milliseconds=500)  # by which an event may come behind a later one
+
+
+class Message(NamedTuple):
+    """One for a topic."""
+
+    key: str | None
+    value: bytes
+
+
+class Event(NamedTuple):
+    """What a window sums up."""
+
+    key: str
+    at: datetime
+    value: int
+
+
+Draw: TypeAlias = Callable[[Random, datetime], Message]
+Rows: TypeAlias = Counter[tuple[str, datetime, int]]
+"""Windows: whose, from when on, and how much. Each should be there once."""
+
+
+class ProducerFailed(CdcError):
+    """The producer could not go on."""
+
+
+class EventProducer:
+    """Writes events at a steady rate in transactions, of which some are aborted, in a thread of its own.
+
+    Use it as a context manager, or ``start`` and ``stop``.
+
+    :param draw: what makes up a message of a time.
+    :param rate: messages a second.
+    :ivar messages: committed so far.
+    :ivar committed: transactions.
+    :ivar aborted: the others.
+    """
+
+    def __init__(self, brokers: str, topic: str, draw: Draw, rate: int, seed: int = 1) -> None:
+        self.messages = self.committed = self.aborted = 0
+        self._topic = topic
+        self._draw = draw
+        self._size = rate // TRANSACTIONS_PER_SECOND
+        self._random = Random(seed)
+        self._producer = Producer({**_client(brokers), "transactional.id": f"{topic}-producer", "linger.ms": 5})
+        self._halt = threading.Event()
+        self._failure: KafkaException | None = None
+        self._thread = threading.Thread(target=self._run, name="event producer", daemon=True)
+
+    @property
+    def account(self) -> str:
+        """What it has done so far, in words."""
+        return f"{self.messages:,} messages in {self.committed:,} transactions, {self.aborted:,} more were aborted"
+
+    def start(self) -> None:
+        """Begin to write; returns at once."""
+        self._producer.init_transactions(SECONDS)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the transaction under way.
+
+        :raises ProducerFailed: when it has ended before.
+        """
+        self._halt.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise ProducerFailed(
+                f"The producer of topic {self._topic} ended after {self.messages} messages: {self._failure}.",
+                "Look into the log of the broker.",
+            ) from self._failure
+
+    def send(self, *messages: Message, commit: bool = True) -> None:
+        """Write messages in one transaction."""
+        self._producer.begin_transaction()
+        for key, value in messages:
+            self._producer.produce(self._topic, value, key)
+            self._producer.poll(0)
+        if commit:
+            self._producer.commit_transaction()
+            self.committed += 1
+            self.messages += len(messages)
+        else:
+            self._producer.flush(SECONDS)  # what is not with the broker yet would not have to be left out there
+            self._producer.abort_transaction()
+            self.aborted += 1
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        try:
+            while not self._halt.wait(max(0.0, due - time.monotonic())):
+                due = max(due, time.monotonic() - 1) + 1 / TRANSACTIONS_PER_SECOND
+                ended = self.committed + self.aborted
+                self.send(*(self._message() for _ in range(self._size)), commit=ended % ABORTED != ABORTED - 1)
+        except KafkaException as e:
+            self._failure = e
+
+    def _message(self) -> Message:
+        return self._draw(self._random, datetime.now(UTC) - self._random.random() * UNORDERED)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Its failure must not hide the error that ends the block.
+        with suppress(*(() if kind is None else (ProducerFailed,))):
+            self.stop()
+
+
+def written(at: datetime) -> str:
+    """A time as events have it."""
+    return at.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def windows(events: Iterable[Event], width: timedelta, until: datetime | None = None) -> Rows:
+    """What tumbling windows of events have to hold.
+
+    :param until: leave out windows that end later.
+    """
+    sums: Counter[tuple[str, datetime]] = Counter()
+    for event in events:
+        sums[event.key, event.at - (event.at - datetime.min.replace(tzinfo=UTC)) % width] += event.value
+    return Counter((key, start, total) for (key, start), total in sums.items() if not until or start + width <= until)
+
+
+def make_topics(brokers: str, topics: Mapping[str, int]) -> None:
+    """Create topics of so many partitions."""
+    client = AdminClient(_client(brokers))  # which has to live until the topics do
+    for made in client.create_topics([NewTopic(name, partitions, 1) for name, partitions in topics.items()]).values():
+        made.result(SECONDS)
+
+
+def ends(brokers: str, topic: str) -> dict[str, int]:
+    """The offsets behind the last messages of a topic's partitions, whether or not their transactions have ended.
+
+    Who reads what is committed gets there only when they have: a moment after the producer was told so.
+    """
+    with closing(_consumer(brokers, "read_uncommitted")) as consumer:
+        places = _partitions(consumer, topic)
+        return {str(each.partition): consumer.get_watermark_offsets(each, SECONDS)[1] for each in places}
+
+
+def read_committed(brokers: str, topic: str) -> Iterator[bytes]:
+    """The values of all messages of a topic, but those of transactions that were aborted."""
+    with closing(_consumer(brokers, "read_committed")) as consumer:
+        places = _partitions(consumer, topic)
+        consumer.assign(places)
+        left = len(places)
+        while left:
+            message = consumer.poll(SECONDS)
+            if message is None:
+                raise ProducerFailed(f"Topic {topic} does not come to its end.", "Look into the log of the broker.")
+            error = message.error()
+            if error is None:
+                yield message.value() or b""
+            elif error.code() == KafkaError._PARTITION_EOF:
+                left -= 1
+            else:
+                raise KafkaException(error)
+
+
+def parsed(value: bytes) -> dict[str, Any]:
+    """The object that a message is in JSON; an empty one if it is something else."""
+    with suppress(ValueError):
+        found = json.loads(value)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _partitions(consumer: Consumer, topic: str) -> list[TopicPartition]:
+    return [TopicPartition(topic, n, 0) for n in consumer.list_topics(topic, SECONDS).topics[topic].partitions]
+
+
+def _consumer(brokers: str, isolation: str) -> Consumer:
+    ours = {"group.id": "demo", "isolation.level": isolation, "enable.partition.eof": True, "enable.auto.commit": False}
+    return Consumer({**_client(brokers), **ours})
+
+
+def _client(brokers: str) -> dict[str, Any]:
+    return {"bootstrap.servers": brokers, "log_level": 0}

@@ -1,0 +1,128 @@
+"""A run of the Dag ``cdc_pipeline``, watched from its trigger to its end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from airflow_cdc_provider.demo.client import FINAL_STATES, TaskState
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.demo.show import Moment, Screen
+from airflow_cdc_provider.demo.stage import DAG, DemoFailed, Stage
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.state import State, read_heartbeats
+from airflow_cdc_provider.engine.submission import read_all
+
+GROUPS = 2
+
+LOOK_SECONDS = 2.0
+STEP_SECONDS = 600.0
+LOG_LINES = 60
+
+M = TypeVar("M", bound=Moment)
+
+
+class DagRun(ABC, Generic[M]):
+    """A run of the Dag with a stream that goes on until it is asked to stop; each kind of demo has its own.
+
+    It is triggered at once.
+    """
+
+    def __init__(self, stage: Stage, screen: Screen) -> None:
+        self.airflow = stage.airflow
+        self.pipeline: Pipeline = stage.pipeline
+        self.screen = screen
+        conf = {"pipeline": str(stage.file), "until": "stopped", "groups": GROUPS}
+        self._id = self.airflow.client.trigger(DAG, conf)
+        screen.say(f"The Dag {DAG} is triggered: preflight, provision, plan, snapshot, stream, verify.")
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """Where the source is, for people."""
+
+    @abstractmethod
+    def perform(self) -> bool:
+        """Follow the run to its end, and judge it; whether all is as it should be."""
+
+    @abstractmethod
+    def moment(self, status: Mapping[str, Any], run: str, tasks: Sequence[TaskState]) -> M:
+        """What a look sees, with what is of this kind of demo."""
+
+    def look(self) -> M:
+        """See where everything is, and show it."""
+        client = self.airflow.client
+        status = commands.status(self.pipeline)
+        moment = self.moment(status, client.run_state(DAG, self._id), client.task_states(DAG, self._id))
+        self.screen.show(moment)
+        return moment
+
+    def until(self, what: str, holds: Callable[[M], bool]) -> list[M]:
+        """Look until something holds; what was seen meanwhile, of which the last has it.
+
+        :raises DemoFailed: when the run ends before, or time is up.
+        """
+        seen: list[M] = []
+        reached = False
+
+        def over() -> bool:
+            nonlocal reached
+            seen.append(self.look())
+            reached = holds(seen[-1])
+            return reached or seen[-1].run in FINAL_STATES
+
+        in_time = await_condition(over, STEP_SECONDS, LOOK_SECONDS)
+        if reached:
+            return seen
+        why = f"the Dag run ended as {seen[-1].run}" if in_time else f"{STEP_SECONDS:.0f} seconds have passed"
+        raise DemoFailed(f"Waiting for {what}: {why}.", self.explain())
+
+    def some_time(self, seconds: float) -> list[M]:
+        """Look for so long; what was seen."""
+        end = self.screen.seconds + seconds
+        return self.until("some time live", lambda moment: self.screen.seconds >= end)
+
+    def stop(self) -> M:
+        """Ask the stream to stop, and await the end of the run."""
+        # A stream that Airflow is about to start again is asked once it lives.
+        self.until("the stream to listen", lambda moment: bool(commands.stop(self.pipeline)["asked"]))
+        self.screen.say("The stream is asked to stop; the run goes on to verify.")
+        *_, end = self.until("the end of the run", lambda moment: moment.run in FINAL_STATES)
+        self.screen.say(f"The Dag run ended as {end.run}. Every row is compared once more.")
+        return end
+
+    def jobs(self) -> dict[str, Mapping[str, Any]]:
+        """Progress of the run's Spark jobs by the part that they had in it."""
+        state = State(self.pipeline.state)
+        # The heartbeats of the snapshot are forgotten when the stream begins.
+        ended = {job.part: job.result for job in read_all(state) if job.result is not None}
+        return {**ended, **{beat.part: beat.progress for beat in read_heartbeats(state)}}
+
+    def conclude(self, summary: str, problems: Sequence[str], equal: str) -> bool:
+        """Print what the run came to, and tell whether it is as it should be.
+
+        :param equal: what to say if there are no problems.
+        """
+        self.screen.print(f"\n{summary}\n")
+        for problem in problems:
+            self.screen.print(f"FAILED: {problem}.")
+        self.screen.print(self.explain() if problems else f"Equal: {equal}")
+        return not problems
+
+    def explain(self) -> str:
+        """What the engine and the tasks that failed have to say."""
+        error = commands.status(self.pipeline)["last_error"]
+        logs = self.airflow.client.failures(DAG, self._id).splitlines()
+        said = [f"{error['message']}. {error['solution']}"] if error else []
+        return "\n".join([*said, *logs[-LOG_LINES:]])
+
+
+def verification_problems(verified: Mapping[str, Any]) -> list[str]:
+    """What a result of ``airflow-cdc verify`` has against a copy."""
+    different = [table["table"] for table in verified["tables"] if not table["equal"]]
+    found = [f"source and target differ in {', '.join(different)}"] if different else []
+    if not verified["tables"] or verified["not_compared"]:
+        found.append(f"tables were not compared: {', '.join(verified['not_compared']) or 'all'}")
+    return found

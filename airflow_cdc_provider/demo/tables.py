@@ -1,0 +1,269 @@
+"""The demo of tables: a shop is copied from a Postgres server to another store while its customers go on buying.
+
+A million rows are read, writers change them meanwhile, and every row is compared in
+the end. It succeeds only if both sides are equal then, the run succeeded, and the
+slot let go of the source's log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psycopg
+
+from airflow_cdc_provider.demo import shop
+from airflow_cdc_provider.demo.client import TaskState
+from airflow_cdc_provider.demo.run import DagRun, verification_problems
+from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
+from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
+from airflow_cdc_provider.demo.warehouse import POSTGRES, TITLES, WAREHOUSES, Warehouse, start_server
+from airflow_cdc_provider.engine import commands, slot
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.table import human_bytes
+
+TRANSACTIONS_PER_SECOND = 300.0
+
+LIVE_SECONDS = 20.0
+
+INTRODUCTION = """\
+A shop of a million rows is copied from Postgres to {sink} while its customers go on buying:
+a Dag in a real Airflow takes a snapshot without locks and follows the write-ahead log, both as Spark jobs.
+Then every row is compared. It takes two to seven minutes, and all that is started here is stopped at the end.
+"""
+
+PIPELINE = """\
+pipeline: shop
+source:
+  conn_id: shop_source
+  tables: ["shop.*"]
+sink:
+{sink}state: {state}
+snapshot: {{chunk_rows: 50000}}
+stream: {{trigger: 1 second, heartbeat: 5 seconds}}
+"""
+
+
+@dataclass(frozen=True)
+class ShopStage(Stage):
+    """A stage with the shop.
+
+    :param source: its address.
+    :param warehouse: the empty store that it is copied to.
+    """
+
+    source: str
+    warehouse: Warehouse
+
+
+def set_stage(
+    started: ExitStack, directory: Path, screen: Screen, sink: str = "postgres", scale: float = 1.0
+) -> ShopStage:
+    """Start servers and Airflow, and fill the shop.
+
+    :param started: ends all of it.
+    :param sink: kind of the warehouse, one of :data:`.WAREHOUSES`.
+    :param scale: how large the shop is, 1 for a million rows.
+    """
+    server = start_server(started, directory / "source", "shop")
+    source, warehouse = server.dsn("shop"), WAREHOUSES[sink](started, directory / "target")
+    screen.say(f"The source is Postgres {POSTGRES} on port {server.port}, the target {warehouse.place}.")
+    file = write_pipeline(directory, "shop", PIPELINE, sink=warehouse.section)
+    connections = {"shop_source": source, **warehouse.connections}
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(_load, source, screen.say, scale)
+        airflow = start_airflow(started, directory, file, connections, screen)
+        loading.result()
+    return ShopStage(airflow, file, connections, source, warehouse)
+
+
+def _load(dsn: str, say: Callable[[str], None], scale: float) -> None:
+    with psycopg.connect(dsn) as connection:
+        shop.create_schema(connection)
+    say(f"The shop is loaded: {shop.load(dsn, scale):,} rows in {len(shop.TABLES)} tables.")
+
+
+def begin(started: ExitStack, directory: Path, screen: Screen, sink: str) -> ShopRun:
+    """Set the stage, let the writers begin, and trigger the Dag."""
+    screen.print(INTRODUCTION.format(sink=TITLES[sink]))
+    stage = set_stage(started, directory, screen, sink)
+    screen.print(f"\n{stage.file}:\n\n{stage.file.read_text(encoding='utf-8')}")
+    writers = started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
+    screen.say(f"Customers buy from here on: {TRANSACTIONS_PER_SECOND:.0f} transactions a second.")
+    return ShopRun(stage, screen, writers)
+
+
+@dataclass(frozen=True)
+class ShopMoment(Moment):
+    """What one look at the shop's pipeline saw.
+
+    :param transactions: committed by the shop's writers so far.
+    """
+
+    transactions: int
+
+    @property
+    def restart(self) -> int:
+        """The position from which the source keeps its log for the slot, 0 before there is a slot."""
+        return parse_lsn(self.status["slot"]["restart_lsn"]) if self.status["slot"] else 0
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """How many chunks are finished, and how many there are."""
+        tables = self.status["tables"]
+        return sum(table["finished"] for table in tables), sum(table["chunks"] for table in tables)
+
+    @property
+    def copied(self) -> bool:
+        """Whether the snapshot is finished."""
+        finished, chunks = self.chunks
+        return 0 < chunks == finished
+
+    @property
+    def live(self) -> bool:
+        """Whether a stream is at work on a copy that is a state of the source."""
+        return bool(self.status["consistent"]) and self.status["state"] == "streaming"
+
+    @property
+    def line(self) -> str:
+        """What is at work, how fast it is, how far behind, and what that costs the source."""
+        status, parts = self.status, [self.activity]
+        finished, chunks = self.chunks
+        if chunks and finished < chunks:
+            parts.append(f"{finished} of {chunks} chunks")
+        if self.speed:
+            parts.append(f"{self.speed:,} rows/s")
+        if status["lag_bytes"] is not None:
+            parts.append(f"lag {human_bytes(status['lag_bytes'])}, {status['lag_seconds']:.1f} s")
+        if status["slot"]:
+            parts.append(f"slot keeps {human_bytes(status['slot']['retained_bytes'])}")
+        parts.append(f"{self.transactions:,} transactions")
+        return " · ".join(parts)
+
+
+@dataclass(frozen=True)
+class Course:
+    """How the run went.
+
+    :param start: seen when the slot had been made.
+    :param live: seen while the stream followed the writers.
+    :param end: seen when all was over.
+    """
+
+    start: ShopMoment
+    live: Sequence[ShopMoment]
+    end: ShopMoment
+
+
+class ShopRun(DagRun[ShopMoment]):
+    """The run that copies the shop.
+
+    :param writers: who are at work.
+    """
+
+    def __init__(self, stage: ShopStage, screen: Screen, writers: shop.Writers) -> None:
+        super().__init__(stage, screen)
+        self._writers = writers
+
+    @property
+    def source(self) -> str:
+        """See :attr:`.DagRun.source`."""
+        return self.pipeline.source.dsn
+
+    def moment(self, status: Mapping[str, Any], run: str, tasks: Sequence[TaskState]) -> ShopMoment:
+        """See :meth:`.DagRun.moment`."""
+        return ShopMoment(status, run, tasks, self._writers.transactions)
+
+    def perform(self) -> bool:
+        """See :meth:`.DagRun.perform`."""
+        course = self._follow()
+        verified = commands.verify(self.pipeline)
+        outcome = Outcome(replace(course, end=self.look()), verified, self.jobs(), self.screen.seconds)
+        equal = "every row of the source is in the target, and no other."
+        return self.conclude(summary(outcome), outcome.problems, equal)
+
+    def _follow(self) -> Course:
+        say = self.screen.say
+        *_, start = self.until("the slot", lambda moment: moment.applied > 0 and moment.restart > 0)
+        say(f"The slot is made, its restart_lsn is {format_lsn(start.restart)}. Spark copies chunks.")
+        *_, copied = self.until("the snapshot", lambda moment: moment.copied)
+        say(f"The snapshot is finished: {copied.chunks[1]} chunks. The stream applies what was changed meanwhile.")
+        self.until("a consistent copy", lambda moment: moment.live)
+        say("The copy is consistent: from here on it is, at any time, what the source was a moment before.")
+        live = self.some_time(LIVE_SECONDS)
+        self._writers.stop()
+        with connected(self.pipeline.source.dsn) as source:
+            marker = slot.emit_marker(source, "demo")
+        say(f"The writers have stopped; all they did lies before {format_lsn(marker)} in the log.")
+        self.until(f"the copy to reach {format_lsn(marker)}", lambda moment: moment.applied >= marker)
+        say("The copy has caught up.")
+        *_, moved = self.until("restart_lsn to move", lambda moment: moment.restart > start.restart)
+        say(
+            f"The slot's restart_lsn has moved to {format_lsn(moved.restart)}:"
+            " the source may remove its log up to there."
+        )
+        return Course(start, live, self.stop())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the demo came to.
+
+    :param verified: what ``airflow-cdc verify`` returned at the end.
+    :param jobs: progress of the Spark jobs by the part they had in the run.
+    :param seconds: from the start of the demo to its end.
+    """
+
+    course: Course
+    verified: Mapping[str, Any]
+    jobs: Mapping[str, Mapping[str, Any]]
+    seconds: float
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it should be; none when the demo succeeded."""
+        found = verification_problems(self.verified)
+        start, end = self.course.start, self.course.end
+        if end.run != "success":
+            found.append(f"the Dag run ended as {end.run}")
+        if end.restart <= start.restart:
+            found.append(f"restart_lsn was {format_lsn(start.restart)} and is {format_lsn(end.restart)}")
+        return found
+
+
+def summary(outcome: Outcome) -> str:
+    """The table of the tables, and the numbers of the run."""
+    tables = outcome.verified["tables"]
+    compared = [Comparison(each["table"], each["source_rows"], each["target_rows"], each["equal"]) for each in tables]
+    source, target = sum(each.expected for each in compared), sum(each.found for each in compared)
+    compared.append(Comparison("together", source, target, outcome.verified["equal"]))
+    return f"{comparison_table(('table', 'source rows', 'target rows'), compared)}\n\n{facts(_facts(outcome))}"
+
+
+def _facts(outcome: Outcome) -> list[tuple[str, str]]:
+    copies = [job for part, job in outcome.jobs.items() if part.startswith("snapshot") and "rows" in job]
+    rows, seconds = sum(job["rows"] for job in copies), max((job["seconds"] for job in copies), default=0.0)
+    stream = outcome.jobs.get("stream", {})
+    changes, worked = stream.get("changes", 0), stream.get("seconds", 0.0)
+    course, end = outcome.course, outcome.course.end
+    lag = median(moment.status["lag_seconds"] or 0.0 for moment in course.live)
+    kept = human_bytes(end.status["slot"]["retained_bytes"])
+    return [
+        ("writers", f"{end.transactions:,} transactions while snapshot and stream were at work"),
+        ("snapshot", f"{rows:,} rows in {seconds:.1f} s, {rate(rows, seconds)} rows/s"),
+        ("stream", f"{changes:,} row changes in {worked:.1f} s of work, {rate(changes, worked)} rows/s"),
+        ("live", f"{lag:.1f} s behind the writers (median)"),
+        ("applied", format_lsn(end.applied)),
+        (
+            "slot",
+            f"restart_lsn from {format_lsn(course.start.restart)} to {format_lsn(end.restart)}, keeps {kept} of log",
+        ),
+        ("Dag run", end.ending),
+        ("total time", f"{clock(outcome.seconds)} minutes"),
+    ]
