@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from airflow_cdc_provider.demo.__main__ import TOPICS, main
 from airflow_cdc_provider.demo.client import TaskState
-from airflow_cdc_provider.demo.show import Course, Moment, Outcome, Screen, clock, progress_line, summary
+from airflow_cdc_provider.demo.show import Screen, clock
 from airflow_cdc_provider.demo.stage import DemoFailed, work_directory, write_pipeline
-from airflow_cdc_provider.demo.warehouse import Warehouse
+from airflow_cdc_provider.demo.tables import PIPELINE, Course, Outcome, ShopMoment, summary
 from airflow_cdc_provider.engine.config import Pipeline
 
 NEW: Mapping[str, Any] = {
@@ -81,9 +82,9 @@ VERIFIED: Mapping[str, Any] = {
 }
 
 COURSE = Course(
-    start=Moment(COPYING, "running", COPYING_TASKS, 10),
-    live=[Moment({**STREAMING, "lag_seconds": lag}, "running", [], 20) for lag in (7.0, 0.4, 0.5)],
-    end=Moment(STREAMING, "success", [task("stream", "success", try_number=2)], 54_321),
+    start=ShopMoment(COPYING, "running", COPYING_TASKS, 10),
+    live=[ShopMoment({**STREAMING, "lag_seconds": lag}, "running", [], 20) for lag in (7.0, 0.4, 0.5)],
+    end=ShopMoment(STREAMING, "success", [task("stream", "success", try_number=2)], 54_321),
 )
 
 OUTCOME = Outcome(
@@ -99,8 +100,8 @@ OUTCOME = Outcome(
 
 
 def test_a_line_tells_what_is_at_work_and_what_it_costs() -> None:
-    assert progress_line(Moment(NEW, "queued", [], 7)) == "Dag run queued · 7 transactions"
-    assert progress_line(Moment(COPYING, "running", COPYING_TASKS, 12_345)) == (
+    assert ShopMoment(NEW, "queued", [], 7).line == "Dag run queued · 7 transactions"
+    assert ShopMoment(COPYING, "running", COPYING_TASKS, 12_345).line == (
         "snapshot ×2, slot_progress · 5 of 8 chunks · 42,345 rows/s · lag 3.0 MiB, 12.3 s · slot keeps 4.0 MiB"
         " · 12,345 transactions"
     )
@@ -109,7 +110,7 @@ def test_a_line_tells_what_is_at_work_and_what_it_costs() -> None:
 def test_a_task_that_waits_is_told_from_one_that_works() -> None:
     tasks = [task("snapshot", "up_for_retry", 0), task("snapshot", "queued", 1), task("plan", "failed")]
 
-    assert Moment(NEW, "running", tasks, 0).activity == "snapshot (to be tried again), snapshot (queued)"
+    assert ShopMoment(NEW, "running", tasks, 0).activity == "snapshot (to be tried again), snapshot (queued)"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_task_that_waits_is_told_from_one_that_works() -> None:
     ],
 )
 def test_a_moment_knows_how_far_the_copy_is(status: Mapping[str, Any], copied: bool, live: bool) -> None:
-    moment = Moment(status, "running", [], 0)
+    moment = ShopMoment(status, "running", [], 0)
 
     assert (moment.copied, moment.live) == (copied, live)
 
@@ -134,7 +135,7 @@ class Terminal(io.StringIO):
 
 def test_progress_is_rewritten_on_a_terminal_and_rare_elsewhere() -> None:
     terminal, file = Terminal(), io.StringIO()
-    first, second = Moment(NEW, "queued", [], 1), Moment(NEW, "running", COPYING_TASKS, 3)
+    first, second = ShopMoment(NEW, "queued", [], 1), ShopMoment(NEW, "running", COPYING_TASKS, 3)
 
     for out in (terminal, file):
         screen = Screen(out)
@@ -185,7 +186,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], problem: str) -> None:
 
 
 def test_the_pipeline_file_has_ten_lines_and_no_address(tmp_path: Path) -> None:
-    path = write_pipeline(tmp_path, Warehouse("nowhere", "", "  conn_id: shop_target\n  mode: mirror\n"))
+    path = write_pipeline(tmp_path, "shop", PIPELINE, sink="  conn_id: shop_target\n  mode: mirror\n")
     source, target = "postgresql://a@127.0.0.1:1/shop", "postgresql://a@127.0.0.1:2/warehouse"
 
     pipeline = Pipeline.load(path, {"AIRFLOW_CONN_SHOP_SOURCE": source, "AIRFLOW_CONN_SHOP_TARGET": target})
@@ -208,3 +209,12 @@ def test_a_temporary_directory_is_open_to_the_user_of_the_servers_and_removed() 
         assert stat.S_IMODE(directory.stat().st_mode) == 0o755
 
     assert not directory.exists()
+
+
+@pytest.mark.parametrize("pipeline", TOPICS)
+def test_only_the_shop_is_copied_to_a_choice_of_stores(pipeline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--pipeline", pipeline, "--sink", "mysql"])
+
+    assert ended.value.code == 2
+    assert f"--sink is for the shop: what {pipeline} writes to" in capsys.readouterr().err
