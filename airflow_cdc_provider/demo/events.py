@@ -44,6 +44,8 @@ class Event(NamedTuple):
     value: int
 
 
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
 Draw: TypeAlias = Callable[[Random, datetime], Message]
 Rows: TypeAlias = Counter[tuple[str, datetime, int]]
 """Windows: whose, from when on, and how much. Each should be there once."""
@@ -151,7 +153,7 @@ def windows(events: Iterable[Event], width: timedelta, until: datetime | None = 
     """
     sums: Counter[tuple[str, datetime]] = Counter()
     for event in events:
-        sums[event.key, event.at - (event.at - datetime.min.replace(tzinfo=UTC)) % width] += event.value
+        sums[event.key, event.at - (event.at - _EPOCH) % width] += event.value
     return Counter((key, start, total) for (key, start), total in sums.items() if not until or start + width <= until)
 
 
