@@ -128,8 +128,8 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 .PHONY: demo
-demo: $(INSTALLED) java $(if $(filter mysql,$(SINK)),mariadb) ## show it at work, all temporary (SINK=postgres, mysql, delta, files or kafka)
-	$(BIN)/python -m airflow_cdc_provider.demo $(if $(SINK),--sink $(SINK))
+demo: $(INSTALLED) java $(if $(filter mysql kafka-to-mysql,$(SINK) $(PIPELINE)),mariadb) ## show it at work, all temporary (SINK=mysql, delta, files or kafka; PIPELINE=kafka-to-mysql or kafka-to-kafka)
+	$(BIN)/python -m airflow_cdc_provider.demo $(if $(PIPELINE),--pipeline $(PIPELINE)) $(if $(SINK),--sink $(SINK))
 
 .PHONY: up
 up: $(INSTALLED) java ## start Airflow with a shop and its pipeline to click around in, until Ctrl-C
