@@ -62,13 +62,13 @@ class EventProducer:
 
     :param draw: what makes up a message of a time.
     :param rate: messages a second.
-    :ivar messages: committed so far.
-    :ivar committed: transactions.
-    :ivar aborted: the others.
+    :ivar messages: written so far, those of aborted transactions too.
+    :ivar transactions: that have ended.
+    :ivar aborted: of these.
     """
 
     def __init__(self, brokers: str, topic: str, draw: Draw, rate: int, seed: int = 1) -> None:
-        self.messages = self.committed = self.aborted = 0
+        self.messages = self.transactions = self.aborted = 0
         self._topic = topic
         self._draw = draw
         self._size = rate // TRANSACTIONS_PER_SECOND
@@ -81,7 +81,9 @@ class EventProducer:
     @property
     def account(self) -> str:
         """What it has done so far, in words."""
-        return f"{self.messages:,} messages in {self.committed:,} transactions, {self.aborted:,} more were aborted"
+        return (
+            f"{self.messages:,} messages in {self.transactions:,} transactions, of which {self.aborted:,} were aborted"
+        )
 
     def start(self) -> None:
         """Begin to write; returns at once."""
@@ -109,20 +111,20 @@ class EventProducer:
             self._producer.poll(0)
         if commit:
             self._producer.commit_transaction()
-            self.committed += 1
-            self.messages += len(messages)
         else:
             self._producer.flush(SECONDS)  # what is not with the broker yet would not have to be left out there
             self._producer.abort_transaction()
             self.aborted += 1
+        self.transactions += 1
+        self.messages += len(messages)
 
     def _run(self) -> None:
         due = time.monotonic()
         try:
             while not self._halt.wait(max(0.0, due - time.monotonic())):
                 due = max(due, time.monotonic() - 1) + 1 / TRANSACTIONS_PER_SECOND
-                ended = self.committed + self.aborted
-                self.send(*(self._message() for _ in range(self._size)), commit=ended % ABORTED != ABORTED - 1)
+                commit = self.transactions % ABORTED != ABORTED - 1
+                self.send(*(self._message() for _ in range(self._size)), commit=commit)
         except KafkaException as e:
             self._failure = e
 

@@ -82,7 +82,7 @@ def begin(started: ExitStack, directory: Path, screen: Screen, case: Case) -> To
 class TopicMoment(Moment):
     """What one look at a pipeline over a topic saw.
 
-    :param messages: of transactions that were committed so far.
+    :param messages: that have been written so far.
     """
 
     messages: int
