@@ -182,7 +182,7 @@ class TopicJob:
             return False
         failure = query.exception()
         if failure is not None:
-            raise self._failure or _failure(str(failure)) from failure
+            raise self._failure or failure_of(str(failure)) from failure
         return True
 
     def _stop(self, query: StreamingQuery) -> None:
@@ -209,11 +209,11 @@ class TopicJob:
                 raise
             except PySparkException as e:
                 if not self._run.stopping:
-                    self._failure = _failure(str(e))
+                    self._failure = failure_of(str(e))
                 raise
 
 
-def _failure(text: str) -> CdcError:
+def failure_of(text: str) -> CdcError:
     """What Spark has ended a batch or the query for, by its words."""
     bad = messages.bad_record(text)
     if bad is not None:

@@ -110,7 +110,7 @@ def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
     topics = cluster.topics()
     offsets = cluster.beginnings(topics) if source.starting == "earliest" else cluster.ends(topics)
     ids = {topic.name: topic.id for topic in topics}
-    return Position(0, cluster.id(), offsets, ids, source.meaning, stateful, None, 0).to_identity()
+    return Position(0, cluster.id(), offsets, offsets, ids, source.meaning, stateful, None, 0).to_identity()
 
 
 def _without_mode(identity: Mapping[str, Any]) -> dict[str, Any]:
