@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.topics.cluster import Topic
 from airflow_cdc_provider.engine.topics.settings import Offsets
 
 _REPAIR = (

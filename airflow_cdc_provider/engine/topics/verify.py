@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.lake.values import to_texts
 from airflow_cdc_provider.engine.slot import wait_until
 from airflow_cdc_provider.engine.topics import messages
-from airflow_cdc_provider.engine.topics.cluster import Cluster, behind, reached
+from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached
 from airflow_cdc_provider.engine.topics.gate import pass_gate
 from airflow_cdc_provider.engine.topics.job import failure_of
 from airflow_cdc_provider.engine.topics.position import Position
@@ -59,22 +59,22 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
         them were compared; and ``begins_late``, whether retention has removed some that had been read.
     """
     assert pipeline.topics is not None
-    cluster = Cluster(pipeline.topics)
+    topics = Topics(pipeline.topics)
     tables: list[dict[str, Any]] = []
     not_compared: set[str] = set()
     with spark_session(pipeline, "verify") as spark:
         shape = shape_of(spark, pipeline)
         slowest = min((Position.of(existing_record(branch)) for branch in pipeline.branches), key=lambda p: p.applied)
-        pass_gate(cluster, slowest)
-        replay = Replay.of(spark, cluster, slowest)
+        pass_gate(topics, slowest)
+        replay = Replay.of(spark, topics, slowest)
         for branch in pipeline.branches:
             way = _way_of(branch, shape)
             (target,) = existing_record(branch).targets
             if way is None:
                 not_compared.add(target.table.label)
                 continue
-            catch_up = partial(_catch_up, branch, cluster) if live else None
-            until = partial(_ends, cluster) if live else partial(_read, branch)
+            catch_up = partial(_catch_up, branch, topics) if live else None
+            until = topics.ends if live else partial(_read, branch)
             opened = partial(_sides, branch, replace(replay, until=until), way)
             (found,) = compare_sides([target], opened, catch_up, report)
             tables.append(found.as_dict() | ({"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}))
@@ -84,7 +84,7 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
         "tables": tables,
         "live": live,
         "lag_bytes": None,
-        "lag_messages": behind(slowest.offsets, _ends(cluster)),
+        "lag_messages": behind(slowest.offsets, topics.ends()),
         "not_compared": sorted(not_compared),
         "ranges": ranges,
         "begins_late": replay.late,
@@ -133,15 +133,15 @@ class Replay:
     until: Callable[[], Offsets]
 
     @classmethod
-    def of(cls, spark: SparkSession, cluster: Cluster, position: Position) -> Replay:
+    def of(cls, spark: SparkSession, topics: Topics, position: Position) -> Replay:
         """That of all messages which a pipeline has read."""
-        there = cluster.beginnings(cluster.described(position.offsets.keys()))
+        there = topics.beginnings(topics.described(position.offsets.keys()))
         begun = {
             topic: {p: position.begun.get(topic, {}).get(p, 0) for p in partitions}
             for topic, partitions in there.items()
         }
         first = {topic: {p: max(begun[topic][p], n) for p, n in found.items()} for topic, found in there.items()}
-        return cls(spark, cluster.source, first, first != begun, lambda: position.offsets)
+        return cls(spark, topics.source, first, first != begun, lambda: position.offsets)
 
     def rows(self, keyed: bool, target: Target, keys: object = None) -> Iterator[pa.RecordBatch]:
         """The rows of the result as texts, under the names of the target's columns.
@@ -238,16 +238,12 @@ class _Within:
             )
 
 
-def _ends(cluster: Cluster) -> Offsets:
-    return cluster.ends(cluster.topics())
-
-
 def _read(branch: Pipeline) -> Offsets:
     return Position.of(existing_record(branch)).offsets
 
 
-def _catch_up(branch: Pipeline, cluster: Cluster) -> None:
+def _catch_up(branch: Pipeline, topics: Topics) -> None:
     """Wait until the sink has all messages that there are now."""
-    ends = _ends(cluster)
+    ends = topics.ends()
     if not wait_until(lambda: reached(_read(branch), ends), PASS_TIMEOUT):
-        raise not_reached(f"the ends of {cluster.source.place}")
+        raise not_reached(f"the ends of {topics.source.place}")
