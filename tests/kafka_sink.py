@@ -8,8 +8,8 @@ from typing import Any
 
 from confluent_kafka import Producer
 
+from airflow_cdc_provider.engine.kafka.cluster import Cluster, Received
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
-from airflow_cdc_provider.engine.sinks.kafka.cluster import Cluster, Received
 from airflow_cdc_provider.engine.sinks.kafka.format import text_of
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings

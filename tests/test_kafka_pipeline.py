@@ -12,8 +12,8 @@ import pytest
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, UnknownTable
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.sinks.kafka.cluster import Cluster
 from tests.audited import AUDITED, assert_all_changes, writing
 from tests.conftest import Databases
 from tests.kafka_sink import clear, consumed, send

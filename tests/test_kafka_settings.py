@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.engine.brokers import address_of
 from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.kafka.addresses import address_of
 from airflow_cdc_provider.engine.section import Section
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 

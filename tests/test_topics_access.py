@@ -9,7 +9,7 @@ from confluent_kafka.admin import AclOperation, ResourceType
 
 from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.topics.cluster import Cluster
+from airflow_cdc_provider.engine.topics.cluster import Topics
 from tests.conftest import Databases
 from tests.kafka_server import committed, create_topic, make_broker
 from tests.test_kafka_server import USER, grant
@@ -39,7 +39,7 @@ def test_a_login_is_used_by_all_and_shown_by_none(databases: Databases, server_d
         topics = pipeline.pipeline.topics
         assert topics is not None
         with pytest.raises(MissingPrivilege):
-            Cluster(topics).topics()
+            Topics(topics).named()
         grant(server, ResourceType.TOPIC, pipeline.topic, AclOperation.READ)
         grant(server, ResourceType.TOPIC, dead, AclOperation.WRITE)
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.errors import GateClosed
-from airflow_cdc_provider.engine.topics.cluster import Topic, behind, reached, with_all
+from airflow_cdc_provider.engine.kafka.cluster import Topic
+from airflow_cdc_provider.engine.topics.cluster import behind, reached, with_all
 from airflow_cdc_provider.engine.topics.position import Found, Position, goes_on
 
 POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.engine.brokers import java_properties
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.kafka.addresses import java_properties
 from airflow_cdc_provider.engine.topics.settings import PACKAGE
 from tests.test_config import document
 

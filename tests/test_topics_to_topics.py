@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.sinks.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from tests.conftest import Databases
 from tests.kafka_sink import consumed
 from tests.topics import TopicsPipeline, moments

@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.arrays import array_elements, array_texts
 from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.relation import content_of_cells, shipped_hash, source_side, whole_content
-from airflow_cdc_provider.engine.sides import UNKNOWN, Entry, Found, Key, Sides
+from airflow_cdc_provider.engine.sides import UNKNOWN, Entry, Found, Key, Sides, buckets_of
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
@@ -43,7 +43,8 @@ def row_sides(source: Connection, target: Target, mode: Mode, rows: Rows) -> Ite
     shape = whole_content if mode == "mirror" else content_of_cells
     content, cells = shape(target.table, hashed)
     copy = RowSide(target, rows, mirror_rows if mode == "mirror" else changelog_rows)
-    yield Sides(target.table, source_side(source, target.table, content, cells, hashed), copy)
+    original = source_side(source, target.table, content, cells, hashed)
+    yield Sides(target.table, original, copy, buckets_of(source, target.table))
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,16 @@ def mirror_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[R
             contents,
             [tuple(map(str, _hashes(content))) for content in contents],
         )
+
+
+def keyed_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
+    """The rows of a table that has a key; their cells are those of :func:`changelog_rows`."""
+    for batch in batches:
+        columns = [batch.column(column.name).to_pylist() for column in target.table.columns]
+        keys = [batch.column(name) for name in target.table.key]
+        cells = list(zip(*(map(_cell, texts) for texts in columns), strict=True))
+        key_texts = array_texts(keys).to_pylist()
+        yield Rowset(list(zip(*(key.to_pylist() for key in keys), strict=True)), key_texts, _row_texts(cells), cells)
 
 
 def changelog_rows(target: Target, events: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:

@@ -53,14 +53,19 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Sides:
-    """A table and what it is compared with."""
+    """A table and what it is compared with.
+
+    :param buckets: a power of two: some hundred rows a bucket, or more in very large tables.
+    """
 
     table: Table
     source: Side
     target: Side
+    buckets: int
 
-    def bucket_count(self, source: Connection) -> int:
-        """Return a power of two: some hundred rows a bucket, or more in very large tables."""
-        size = "SELECT coalesce(sum(pg_relation_size(leaf)), 0)::int8 FROM unnest(%s::oid[]) AS leaf"
-        pieces = int(scalar(source, size, ([leaf.oid for leaf in self.table.leaves],))) // _BUCKET_BYTES
-        return 1 << min(max(pieces.bit_length(), 6), 13)
+
+def buckets_of(source: Connection, table: Table) -> int:
+    """The :attr:`Sides.buckets` for a table on a server, by its size."""
+    size = "SELECT coalesce(sum(pg_relation_size(leaf)), 0)::int8 FROM unnest(%s::oid[]) AS leaf"
+    pieces = int(scalar(source, size, ([leaf.oid for leaf in table.leaves],))) // _BUCKET_BYTES
+    return 1 << min(max(pieces.bit_length(), 6), 13)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -100,14 +101,48 @@ def compare(
     :raises StreamFailed: when the live stream does not pass a position in time.
     :raises UnknownTable: when a target table or one of its columns does not exist.
     """
-    comparison = _Comparison(source, live, report)
-    if live is not None:
-        comparison.catch_up(live)  # or every change it lags behind becomes a candidate
+    catch_up = None if live is None else partial(_catch_up, source, live)
+    return compare_sides(targets, partial(open_sides, source), catch_up, report)
+
+
+def compare_sides(
+    targets: Sequence[Target],
+    opened: Callable[[Target], AbstractContextManager[Sides]],
+    catch_up: Callable[[], None] | None,
+    report: Report,
+) -> list[TableResult]:
+    """Compare the two sides of some targets, whatever they are.
+
+    :param catch_up: waits until the target has all that the source has shown before; ``None`` when no stream runs.
+    :param report: see :func:`compare`.
+    """
+    comparison = _Comparison(catch_up, report)
+    if catch_up is not None:
+        catch_up()  # or every change that the target lags behind becomes a candidate
     results = []
     for target in targets:
-        with open_sides(source, target) as sides:
+        with opened(target) as sides:
             results.append(comparison.table(sides))
     return results
+
+
+def _catch_up(source: Connection, live: Live) -> None:
+    """Wait until the sink has applied all that snapshots of the source taken before could see."""
+    # Committed, the marker also flushes what it follows; "local" means without waiting for a standby.
+    marker = "SELECT pg_logical_emit_message(true, 'airflow_cdc', 'verify') FROM set_config(%s, %s, true)"
+    lsn = parse_lsn(scalar(source, marker, ("synchronous_commit", "local")))
+    if not live.passed(lsn, PASS_TIMEOUT):
+        raise not_reached(format_lsn(lsn))
+
+
+def not_reached(position: str) -> StreamFailed:
+    """What is raised when a live stream does not pass a position in time."""
+    return StreamFailed(
+        f"the sink did not reach {position} within {PASS_TIMEOUT:.0f} s, so that differences cannot be told from"
+        " changes under way",
+        "See in `airflow-cdc status` whether the stream runs and how far it lags, and verify again when it has caught"
+        " up, or after `airflow-cdc stop`.",
+    )
 
 
 @dataclass
@@ -129,13 +164,12 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Comparison:
-    source: Connection
-    live: Live | None
+    catch_up: Callable[[], None] | None
     report: Report
 
     def table(self, sides: Sides) -> TableResult:
         table, tally = sides.table, _Tally(sides.table.key or [column.name for column in sides.table.columns])
-        buckets = sides.bucket_count(self.source)
+        buckets = sides.buckets
         self.report(table.label, 0, buckets)
         with sides.source.reading(), sides.target.reading():
             ours, theirs = _both(sides, lambda side: side.scan(buckets))
@@ -144,13 +178,13 @@ class _Comparison:
             self.report(table.label, buckets - len(differing), buckets)
             candidates: list[Key] = []
             for key, our_state, their_state in self._open(sides, buckets, differing):
-                if self.live is None:
+                if self.catch_up is None:
                     tally.add(key, our_state, their_state)
                 else:
                     candidates.append(key)
         unsettled = 0
-        if self.live is not None:
-            unsettled = self._settle(self.live, sides, candidates, tally)
+        if self.catch_up is not None:
+            unsettled = self._settle(self.catch_up, sides, candidates, tally)
             target_rows = source_rows + tally.surplus
         self.report(table.label, buckets, buckets)
         named = tuple(tally.named)
@@ -171,14 +205,14 @@ class _Comparison:
             if not _same(ours, theirs):
                 yield key, ours, theirs
 
-    def _settle(self, live: Live, sides: Sides, candidates: Sequence[Key], tally: _Tally) -> int:
+    def _settle(self, catch_up: Callable[[], None], sides: Sides, candidates: Sequence[Key], tally: _Tally) -> int:
         """Count the candidates that differ for good; return how many never came to rest."""
         suspects: set[Key] = set()
         for _ in range(ROUNDS):
             if not candidates:
                 break
             before = _read(sides.source, candidates)
-            self.catch_up(live)
+            catch_up()
             copies = _read(sides.target, candidates)
             after = _read(sides.source, candidates)
             pending, resting = [], set()
@@ -194,19 +228,6 @@ class _Comparison:
                     resting.add(key)
             candidates, suspects = pending, resting
         return len(candidates)
-
-    def catch_up(self, live: Live) -> None:
-        """Wait until the sink has applied all that snapshots of the source taken before could see."""
-        # Committed, the marker also flushes what it follows; "local" means without waiting for a standby.
-        marker = "SELECT pg_logical_emit_message(true, 'airflow_cdc', 'verify') FROM set_config(%s, %s, true)"
-        lsn = parse_lsn(scalar(self.source, marker, ("synchronous_commit", "local")))
-        if not live.passed(lsn, PASS_TIMEOUT):
-            raise StreamFailed(
-                f"the sink did not reach {format_lsn(lsn)} within {PASS_TIMEOUT:.0f} s, so that differences cannot be"
-                " told from changes under way",
-                "See in `airflow-cdc status` whether the stream runs and how far it lags, and verify again when it has"
-                " caught up, or after `airflow-cdc stop`.",
-            )
 
 
 def _both(sides: Sides, ask: Callable[[Side], T]) -> list[T]:

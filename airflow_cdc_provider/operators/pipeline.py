@@ -100,7 +100,8 @@ class CdcVerifyOperator(CdcOperator):
                     f"No stream is running, and {human_bytes(result['lag_bytes'])} of WAL are not applied yet:"
                     " let one catch up, and compare again."
                 )
-            lines.append(_remedy([table["table"] for table in different]))
+            if "ranges" not in result:
+                lines.append(_remedy([table["table"] for table in different]))
             raise AirflowFailException("\n".join(lines))
         return result
 

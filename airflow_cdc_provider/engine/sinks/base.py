@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.lag import behind
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sides import Sides
+from airflow_cdc_provider.engine.sides import Key, Sides
 from airflow_cdc_provider.engine.visibility import Snapshot
 
 CHANGELOG_NAMES = frozenset({"_op", "_commit_lsn", "_seq", "_xid", "_commit_ts", "_before", "_unchanged"})
@@ -442,6 +442,12 @@ class Sink(CommitRecord, Protocol):
         """A table and its target, as a comparison reads them; see :func:`.row_side.row_sides` for what makes them.
 
         :param source: autocommitting, to the primary.
+        :raises UnknownTable: when the target or one of its columns does not exist.
+        """
+
+    def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
+        """What a target holds, see :data:`.row_side.Rows`.
+
         :raises UnknownTable: when the target or one of its columns does not exist.
         """
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.topics.cluster import Cluster, behind
+from airflow_cdc_provider.engine.topics.cluster import Topics, behind
 from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.settings import Offsets
 
 
-def pass_gate(cluster: Cluster, position: Position) -> Offsets:
+def pass_gate(topics: Topics, position: Position) -> Offsets:
     """Check that the topics still have what comes after the record's offsets.
 
     :returns: the ends of all topics that are read by now.
     :raises GateClosed: naming what differs and the repair.
     """
-    known = cluster.described(position.topics.keys())
-    ends = cluster.ends(known)
-    position.require_source(cluster.id(), known, cluster.beginnings(known), ends)
+    known = topics.described(position.topics.keys())
+    ends = topics.ends(known)
+    position.require_source(topics.cluster.id(), known, topics.beginnings(known), ends)
     return ends
 
 
@@ -27,6 +27,5 @@ def lag_of(pipeline: Pipeline, record: Record | None) -> int | None:
     :raises ConnectionFailed: when the cluster cannot be reached.
     """
     assert pipeline.topics is not None
-    cluster = Cluster(pipeline.topics)
-    ends = cluster.ends(cluster.topics())
+    ends = Topics(pipeline.topics).ends()
     return None if record is None else behind(Position.of(record).offsets, ends)

@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.stream import StreamProgress
 from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
-from airflow_cdc_provider.engine.topics.cluster import Cluster, behind, reached, with_all
+from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached, with_all
 from airflow_cdc_provider.engine.topics.gate import pass_gate
 from airflow_cdc_provider.engine.topics.position import Position, goes_on
 from airflow_cdc_provider.engine.topics.query import output_of, result, shape_of
@@ -49,8 +49,7 @@ def follower(
     :param catch_up: reach the ends that the topics have now.
     """
     assert pipeline.topics is not None
-    cluster = Cluster(pipeline.topics)
-    goal = cluster.ends(cluster.topics()) if catch_up else None
+    goal = Topics(pipeline.topics).ends() if catch_up else None
 
     def follow(spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]) -> StreamProgress:
         return TopicJob(spark, run, tell).follow(unit, goal)
@@ -76,7 +75,7 @@ class TopicJob:
         self._run = run
         self._source = source
         self._report = report
-        self._cluster = Cluster(source)
+        self._topics = Topics(source)
         self._checkpoint = Checkpoint.of(run.pipeline)
         records = records_of(run)
         self._slowest = min(records, key=lambda record: record.applied)
@@ -115,7 +114,7 @@ class TopicJob:
         self._run.commit_record.sweep(self._run.epoch)
         shape = shape_of(self._spark, self._run.pipeline)
         _require_same(shape.table.to_dict(), self._slowest.targets[0].table.to_dict(), self._run.pipeline.name)
-        ends = pass_gate(self._cluster, position)
+        ends = pass_gate(self._topics, position)
         base = position.base
         if not goes_on(position, self._checkpoint.find(position), self._checkpoint.url):
             if not self._level:
@@ -128,7 +127,7 @@ class TopicJob:
         self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint)
         self._lag = behind(position.offsets, ends)
         # New partitions, and topics that a pattern matches by now, are read from their beginning.
-        starting = with_all(position.offsets, self._cluster.topics(), lambda topic, partition: _EARLIEST)
+        starting = with_all(position.offsets, self._topics.named(), lambda topic, partition: _EARLIEST)
         rows = result(self._spark, self._source, messages.raw_stream(self._spark, self._source, starting))
         return (
             rows.writeStream.queryName(f"airflow-cdc {self._run.pipeline.name}")
@@ -147,7 +146,7 @@ class TopicJob:
     def _look(self) -> None:
         """Look whether the topics can still continue what the sinks have, and how far they are ahead."""
         position = self._units.position
-        self._lag = behind(position.offsets, pass_gate(self._cluster, position))
+        self._lag = behind(position.offsets, pass_gate(self._topics, position))
 
     def _progress(self, query: StreamingQuery) -> StreamProgress:
         units = self._units
@@ -182,7 +181,7 @@ class TopicJob:
             return False
         failure = query.exception()
         if failure is not None:
-            raise self._failure or _failure(str(failure)) from failure
+            raise self._failure or failure_of(str(failure)) from failure
         return True
 
     def _stop(self, query: StreamingQuery) -> None:
@@ -209,11 +208,11 @@ class TopicJob:
                 raise
             except PySparkException as e:
                 if not self._run.stopping:
-                    self._failure = _failure(str(e))
+                    self._failure = failure_of(str(e))
                 raise
 
 
-def _failure(text: str) -> CdcError:
+def failure_of(text: str) -> CdcError:
     """What Spark has ended a batch or the query for, by its words."""
     bad = messages.bad_record(text)
     if bad is not None:

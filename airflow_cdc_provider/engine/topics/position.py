@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.topics.cluster import Topic
 from airflow_cdc_provider.engine.topics.settings import Offsets
 
 _REPAIR = (
@@ -30,6 +30,7 @@ class Position:
     """What the record says.
 
     :param applied: number of the last unit.
+    :param begun: the offsets at which the pipeline began; what came to partitions and topics later was read as a whole.
     :param offsets: from which on nothing has been read.
     :param topics: ids of the topics that have been read, by name.
     :param stateful: the query keeps state from one batch to the next.
@@ -39,6 +40,7 @@ class Position:
 
     applied: int
     cluster: str
+    begun: Offsets
     offsets: Offsets
     topics: Mapping[str, str]
     query: Mapping[str, Any]
@@ -53,6 +55,7 @@ class Position:
         return cls(
             record.applied,
             identity["cluster"],
+            identity["begun"],
             identity["offsets"],
             identity["topics"],
             identity["query"],

@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.run import (
 from airflow_cdc_provider.engine.sinks.base import Record, Target
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
-from airflow_cdc_provider.engine.topics.cluster import Cluster
+from airflow_cdc_provider.engine.topics.cluster import Topics
 from airflow_cdc_provider.engine.topics.gate import pass_gate
 from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.settings import TopicSource
@@ -37,12 +37,12 @@ from airflow_cdc_provider.engine.topics.settings import TopicSource
 def check(pipeline: Pipeline) -> list[Finding]:
     """Check topics, sinks and state of a pipeline without Spark; changes nothing."""
     checks, source = Checks(), _source(pipeline)
-    cluster = Cluster(source)
-    named = checks.run("source", cluster.id, lambda id_: f"source {source.brokers} is reachable, cluster {id_}.")
+    topics = Topics(source)
+    named = checks.run("source", topics.cluster.id, lambda id_: f"source {source.brokers} is reachable, cluster {id_}.")
     if named is not None:
-        checks.run("topics", cluster.topics, lambda found: f"Topics that are read: {len(found)}.")
+        checks.run("topics", topics.named, lambda found: f"Topics that are read: {len(found)}.")
         if source.dead_letters:
-            checks.run("dead letters", lambda: _dead_letters(cluster))
+            checks.run("dead letters", lambda: _dead_letters(topics))
     check_beside_source(checks, pipeline, None, None)
     return checks.findings
 
@@ -73,7 +73,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
     for branch in pipeline.branches:
         own = existing_record(branch)
         require_targets(sink_of(branch), own)
-        pass_gate(Cluster(_source(pipeline)), Position.of(own))
+        pass_gate(Topics(_source(pipeline)), Position.of(own))
     return record
 
 
@@ -106,11 +106,11 @@ def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:
 
 def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
     source = _source(pipeline)
-    cluster = Cluster(source)
-    topics = cluster.topics()
-    offsets = cluster.beginnings(topics) if source.starting == "earliest" else cluster.ends(topics)
-    ids = {topic.name: topic.id for topic in topics}
-    return Position(0, cluster.id(), offsets, ids, source.meaning, stateful, None, 0).to_identity()
+    topics = Topics(source)
+    named = topics.named()
+    offsets = topics.beginnings(named) if source.starting == "earliest" else topics.ends(named)
+    ids = {topic.name: topic.id for topic in named}
+    return Position(0, topics.cluster.id(), offsets, offsets, ids, source.meaning, stateful, None, 0).to_identity()
 
 
 def _without_mode(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,13 +146,13 @@ def _require_same(branch: Pipeline, record: Record) -> None:
             )
 
 
-def _dead_letters(cluster: Cluster) -> str:
-    name = cluster.source.dead_letters
-    if not cluster.described([name]):
+def _dead_letters(topics: Topics) -> str:
+    name = topics.source.dead_letters
+    if not topics.described([name]):
         raise ConfigError(
-            f"source.bad_records: {cluster.source.brokers} has no topic {name}", "Create it, or name another one."
+            f"source.bad_records: {topics.source.brokers} has no topic {name}", "Create it, or name another one."
         )
-    if name in {topic.name for topic in cluster.topics()}:
+    if name in {topic.name for topic in topics.named()}:
         raise ConfigError(
             f"source.bad_records: {name} is one of the topics that are read", "Name a topic that is not read."
         )

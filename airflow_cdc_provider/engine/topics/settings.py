@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, cast
 
-from airflow_cdc_provider.engine.brokers import Properties, brokers_of, java_properties, secrets_of
 from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.kafka.addresses import Properties, brokers_of, java_properties, secrets_of
 from airflow_cdc_provider.engine.section import (
     Section,
     as_positive_integer,

@@ -63,7 +63,7 @@ class TopicStage:
         index = context.partitionId() if context is not None else 0
         staged: list[Staged] = []
         count = 0
-        for rows in _portions(batches):
+        for rows in portions(batches):
             effect = self._effect(rows, (index << _PARTITION_BITS) + count + 1)
             attempt = f"{self.batch}_{index}_{uuid.uuid4().hex[:8]}"
             staged += self.sink.stage(self.epoch, attempt, [effect])
@@ -96,10 +96,7 @@ class TopicStage:
         erased = pc.fill_null(pc.equal(letters, "d"), False) if letters is not None else pa.array(np.zeros(count, bool))
         made = pa.table({ERASED: erased} | {f"c{i}": column for i, column in enumerate(columns)})
         names = [column.name for column in self.table.columns]
-        key = [f"c{names.index(name)}" for name in self.table.key]
-        numbered = made.select(key).append_column("row", pa.array(np.arange(count)))
-        last = numbered.group_by(key).aggregate([("row", "max")])["row_max"].to_numpy()
-        return made if len(last) == count else made.take(pa.array(np.sort(last)))
+        return last_of_each(made, [f"c{names.index(name)}" for name in self.table.key])
 
     def _changelog(self, columns: list[pa.Array], letters: pa.Array | None, count: int, first: int) -> pa.Table:
         ops = pc.fill_null(letters, "i") if letters is not None else pa.array(["i"] * count)
@@ -115,7 +112,14 @@ class TopicStage:
         )
 
 
-def _portions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+def last_of_each(rows: pa.Table, key: list[str]) -> pa.Table:
+    """Of rows with the same key the last one, in the order in which they stand."""
+    numbered = rows.select(key).append_column("row", pa.array(np.arange(rows.num_rows)))
+    last = numbered.group_by(key).aggregate([("row", "max")])["row_max"].to_numpy()
+    return rows if len(last) == rows.num_rows else rows.take(pa.array(np.sort(last)))
+
+
+def portions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Batches put together to as many rows as are staged at a time; dictionaries and short offsets are left behind."""
     held: list[pa.RecordBatch] = []
     rows = 0

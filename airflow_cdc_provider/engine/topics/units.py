@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record, StagedPiece
 from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
-from airflow_cdc_provider.engine.topics.cluster import Cluster
+from airflow_cdc_provider.engine.topics.cluster import Topics
 from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.settings import TopicSource
 from airflow_cdc_provider.engine.topics.stage import TopicStage
@@ -120,7 +120,7 @@ class TopicUnits:
         """The ids of the topics that have been read; a pattern may match a new one any time."""
         known = self.position.topics
         new = offsets.keys() - known.keys()
-        return {**known, **{topic.name: topic.id for topic in Cluster(self._source).described(new)}} if new else known
+        return {**known, **{topic.name: topic.id for topic in Topics(self._source).described(new)}} if new else known
 
     def _bury(self, offsets: Mapping[str, Mapping[str, int]]) -> int:
         """Write the batch's messages that cannot be read to the topic for them: before the unit, so that none is lost.

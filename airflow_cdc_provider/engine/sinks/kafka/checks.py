@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from airflow_cdc_provider.engine.brokers import Properties
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.findings import Caution, Checks
+from airflow_cdc_provider.engine.kafka.addresses import Properties
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.kafka.avro import Registry

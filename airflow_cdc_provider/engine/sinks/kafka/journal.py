@@ -20,8 +20,8 @@ from typing import Any
 from confluent_kafka import Consumer, TopicPartition
 
 from airflow_cdc_provider.engine.errors import Blocked, GateClosed
+from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster, Received, Topic, received
 from airflow_cdc_provider.engine.sinks.changes import Change, Contents
-from airflow_cdc_provider.engine.sinks.kafka.cluster import REQUEST_SECONDS, Cluster, Received, Topic, received
 
 PREFIX = "airflow_cdc."
 """Of all topics that hold no rows."""

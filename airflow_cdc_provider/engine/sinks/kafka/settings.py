@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from airflow_cdc_provider.engine.brokers import Properties, brokers_of, secrets_of
+from airflow_cdc_provider.engine.kafka.addresses import Properties, brokers_of, secrets_of
 from airflow_cdc_provider.engine.section import (
     as_flag,
     as_positive_integer,

@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
@@ -43,7 +44,6 @@ from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Stag
 from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.changes_record import ChangesRecord, Commit
 from airflow_cdc_provider.engine.sinks.kafka import events
-from airflow_cdc_provider.engine.sinks.kafka.cluster import Cluster, Topic
 from airflow_cdc_provider.engine.sinks.kafka.format import Format
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal, written
 from airflow_cdc_provider.engine.sinks.kafka.messages import pack, unpack

@@ -20,7 +20,7 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
 from airflow_cdc_provider.engine.errors import StagingLost
-from airflow_cdc_provider.engine.sinks.kafka.cluster import REQUEST_SECONDS, Cluster, Topic, received
+from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster, Topic, received
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.writer import tuned
 

@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from airflow_cdc_provider.engine.errors import LimitExceeded, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka.journal import Journal, Written
 
 _QUEUE_MESSAGES, _QUEUE_KIB = 200_000, 64 << 10

@@ -9,8 +9,9 @@ unknown and left out of the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.chunks import text_of
@@ -27,9 +28,12 @@ from airflow_cdc_provider.engine.relation import (
     text_array,
     whole_content,
 )
-from airflow_cdc_provider.engine.sides import UNKNOWN, Key, Sides
+from airflow_cdc_provider.engine.sides import UNKNOWN, Key, Sides, buckets_of
 from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.settings import Mode
 
+_OF_EVENTS = ("_op", "_commit_lsn", "_seq", "_before", "_unchanged")
+_FETCH = "FETCH 10000 FROM shown"
 _LAST = sql.SQL("9223372036854775807")  # rows without a sequence number sort after those that have one
 _FOLD = sql.SQL(
     """
@@ -73,7 +77,8 @@ def mirror_sides(source: Connection, sink: Connection, target: Target) -> Sides:
     def select(keys: Sequence[Key] | None) -> sql.Composable:
         return rows_of(table, copy, content, "NULL::text", [], types, keys)
 
-    return Sides(table, source_side(source, table, content, cells, hashed), Relation(sink, copy, select, cells, hashed))
+    original = source_side(source, table, content, cells, hashed)
+    return Sides(table, original, Relation(sink, copy, select, cells, hashed), buckets_of(source, table))
 
 
 def changelog_sides(source: Connection, sink: Connection, target: Target) -> Sides:
@@ -82,7 +87,7 @@ def changelog_sides(source: Connection, sink: Connection, target: Target) -> Sid
     :raises UnknownTable: when the target or one of its columns does not exist.
     """
     table, hashed = target.table, shared_hash(source, sink)
-    _target_types(sink, target, ["_op", "_commit_lsn", "_seq", "_before", "_unchanged"])
+    _target_types(sink, target, _OF_EVENTS)
     log = sql.Identifier(target.schema, target.name)
     hashes = [hashed(text_of(column), 0) for column in table.columns]
     names = [sql.Identifier(f"c{i}") for i in range(len(hashes))]
@@ -113,7 +118,30 @@ def changelog_sides(source: Connection, sink: Connection, target: Target) -> Sid
         return sql.SQL("({})").format(fold)
 
     content, cells = content_of_cells(table, hashed)
-    return Sides(table, source_side(source, table, content, cells, hashed), Relation(sink, log, select, cells, hashed))
+    original = source_side(source, table, content, cells, hashed)
+    return Sides(table, original, Relation(sink, log, select, cells, hashed), buckets_of(source, table))
+
+
+def target_rows(sink: Connection, target: Target, mode: Mode, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
+    """A target's rows as texts, see :data:`.row_side.Rows`.
+
+    :raises UnknownTable: when the target or one of its columns does not exist.
+    """
+    table, more = target.table, _OF_EVENTS if mode == "changelog" else ()
+    _target_types(sink, target, more)
+    texts = {column.name: text_of(column) for column in table.columns}
+    texts |= {name: sql.SQL("{}::text").format(sql.Identifier(name)) for name in more}
+    query = sql.SQL("SELECT {} FROM {}").format(listed(texts.values()), sql.Identifier(target.schema, target.name))
+    if keys is not None and mode == "mirror":
+        width = range(len(table.key or table.columns))
+        key = text_array(text_of(column) for column in table.key_columns or table.columns)
+        wanted = among(key, text_array(sql.SQL(f"texts ->> {place}") for place in width), keys)
+        query = sql.SQL("{} WHERE {}").format(query, wanted)
+    rows(sink, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    rows(sink, sql.SQL("DECLARE shown NO SCROLL CURSOR FOR {}").format(query))
+    while batch := rows(sink, _FETCH):
+        columns = [pa.array(column, pa.string()) for column in zip(*batch, strict=True)]
+        yield pa.RecordBatch.from_arrays(columns, names=list(texts))
 
 
 def _target_types(sink: Connection, target: Target, more: Sequence[str]) -> dict[str, str]:

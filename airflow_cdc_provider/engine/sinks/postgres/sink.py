@@ -27,7 +27,7 @@ from airflow_cdc_provider.engine.errors import Fenced, GateClosed, StagingLost, 
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sides import Sides
+from airflow_cdc_provider.engine.sides import Key, Sides
 from airflow_cdc_provider.engine.sinks.base import (
     CopiedChunk,
     MissingValues,
@@ -41,7 +41,7 @@ from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
-from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides
+from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides, target_rows
 from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements
 
 
@@ -239,6 +239,11 @@ class PostgresSink(PostgresRecord):
         with connected(self.dsn, settings={"lock_timeout": "0"}) as sink:
             sides = mirror_sides if self.mode == "mirror" else changelog_sides
             yield sides(source, sink, target)
+
+    def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
+        """See :meth:`.base.Sink.rows`; all of one moment."""
+        with connected(self.dsn, settings={"lock_timeout": "0"}) as sink:
+            yield from target_rows(sink, target, self.mode, keys)
 
     def _copy_rows(
         self, connection: Connection, target: Target, batches: Iterator[pa.RecordBatch], applied: str, seq: int

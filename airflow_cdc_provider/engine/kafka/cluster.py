@@ -1,4 +1,4 @@
-"""A Kafka cluster as the sink talks to it: its topics, and clients that are kept.
+"""A Kafka cluster as it is talked to: its topics, and clients that are kept.
 
 Clients hold connections and threads, so a process keeps them: one for administration, and consumers that are lent for
 as long as something is read. A process that was forked has none of its parent's, whose threads it lacks.
@@ -13,10 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
+from typing import Any, Literal, NamedTuple
 
 from airflow_cdc_provider.engine.errors import (
     CdcError,
@@ -26,6 +23,23 @@ from airflow_cdc_provider.engine.errors import (
     MissingPrivilege,
     StreamFailed,
 )
+from airflow_cdc_provider.engine.kafka.addresses import Properties
+
+try:
+    from confluent_kafka import (
+        Consumer,
+        IsolationLevel,
+        KafkaError,
+        KafkaException,
+        TopicCollection,
+        TopicPartition,
+    )
+    from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
+except ImportError as e:
+    raise ConfigError(
+        "Kafka as a source or sink needs the package confluent-kafka, which is not installed",
+        "Install it where the driver and Airflow's workers run: pip install 'airflow-cdc-provider[kafka]'.",
+    ) from e
 
 REQUEST_SECONDS = 15.0
 
@@ -89,10 +103,12 @@ class Cluster:
 
     :param brokers: ``host:port``, several with commas.
     :param properties: further ones of librdkafka, by name.
+    :param section: of the pipeline file, in which both stand.
     """
 
     brokers: str
-    properties: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    properties: Properties = field(default=(), repr=False)
+    section: Literal["sink", "source"] = "sink"
 
     def conf(self, **ours: Any) -> dict[str, Any]:
         """The properties of a client.
@@ -105,10 +121,15 @@ class Cluster:
     @property
     def admin(self) -> AdminClient:
         """The client for administration that this process keeps."""
+        return self._kept_admin.client
+
+    @property
+    def _kept_admin(self) -> _Admin:
         key = (os.getpid(), self)
         if key not in _admins:
+            heard: list[KafkaError] = []
             with self.failing("a client cannot be made"):
-                _admins[key] = AdminClient(self.conf())
+                _admins[key] = _Admin(AdminClient(self.conf() | {"error_cb": heard.append}), heard)
         return _admins[key]
 
     def id(self) -> str:
@@ -178,18 +199,34 @@ class Cluster:
 
     def first(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """The offsets of the first messages that are there."""
-        return self._offsets(topic, partitions, OffsetSpec.earliest())
+        return self._offsets([(topic, partition) for partition in partitions], OffsetSpec.earliest())[topic]
 
     def ends(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """The offsets after the last messages, those of open transactions among them."""
-        return self._offsets(topic, partitions, OffsetSpec.latest())
+        return self._offsets([(topic, partition) for partition in partitions], OffsetSpec.latest())[topic]
 
-    def _offsets(self, topic: str, partitions: Sequence[int], which: OffsetSpec) -> dict[int, int]:
-        wanted = {TopicPartition(topic, partition): which for partition in partitions}
-        if not wanted:
-            return {}
-        found = self._ask(lambda: _all(self.admin.list_offsets(wanted, request_timeout=REQUEST_SECONDS)))
-        return {each.partition: result.offset for each, result in found.items()}
+    def beginnings(self, topics: Collection[Topic]) -> dict[str, dict[int, int]]:
+        """The offsets of the first messages that are there, of whole topics."""
+        return self._offsets([(topic.name, n) for topic in topics for n in topic.beginning], OffsetSpec.earliest())
+
+    def committed_ends(self, topics: Collection[Topic]) -> dict[str, dict[int, int]]:
+        """The offsets before the first messages of open transactions, or else after the last ones, of whole topics."""
+        wanted = [(topic.name, n) for topic in topics for n in topic.beginning]
+        return self._offsets(wanted, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
+
+    def _offsets(
+        self,
+        places: Collection[tuple[str, int]],
+        which: OffsetSpec,
+        isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
+    ) -> dict[str, dict[int, int]]:
+        found: dict[str, dict[int, int]] = defaultdict(dict)
+        wanted = {TopicPartition(*place): which for place in places}
+        options = {"isolation_level": isolation, "request_timeout": REQUEST_SECONDS}
+        answers = self._ask(lambda: _all(self.admin.list_offsets(wanted, **options))) if wanted else {}
+        for place, answer in answers.items():
+            found[place.topic][place.partition] = answer.offset
+        return found
 
     def broker_setting(self, name: str) -> str | None:
         """What a broker is set to; ``None`` when it does not say."""
@@ -206,11 +243,18 @@ class Cluster:
             try:
                 return ask()
             except KafkaException as e:
-                error = e.args[0]
+                error = self._refused_login() or e.args[0]
                 if error.code() not in _PASSING or time.monotonic() > deadline:
                     raise self.failure(error, "it refuses a request") from e
             _admins.pop((os.getpid(), self), None)
             time.sleep(_LOOK_SECONDS)
+
+    def _refused_login(self) -> KafkaError | None:
+        """What a broker has said to our login, which a request that it does not answer then does not tell."""
+        kept = self._kept_admin
+        while kept.client.poll(0):
+            pass
+        return next((error for error in kept.heard if error.code() in _LOGIN), None)
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -292,9 +336,12 @@ class Cluster:
         if code in _UNKNOWN:
             return StreamFailed(said, "See who has removed the topic; then start again.")
         if code in _FORBIDDEN:
-            return MissingPrivilege(said, "Grant what the documentation of the Kafka sink lists, see Privileges.")
+            page = "the documentation of the Kafka sink" if self.section == "sink" else "the documentation of topics"
+            return MissingPrivilege(said, f"Grant what {page} lists, see Privileges.")
         if code in _LOGIN:
-            return MissingPrivilege(said, "Give user and password that the brokers know, see `sink.properties`.")
+            return ConnectionFailed(
+                said, f"Give user and password that the brokers know, by `{self.section}.properties` or the connection."
+            )
         if code in _TOO_LARGE:
             return LimitExceeded(
                 said,
@@ -307,7 +354,12 @@ class Cluster:
                 "Shorten it, or raise transaction.max.timeout.ms of the brokers.",
             )
         if code in (KafkaError._INVALID_ARG, KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
-            return ConfigError(said, "Correct `sink.properties` or `sink.topic_config`.")
+            return ConfigError(
+                said,
+                f"Correct `{self.section}.properties`."
+                if self.section == "source"
+                else "Correct `sink.properties` or `sink.topic_config`.",
+            )
         if code in (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.INVALID_PARTITIONS):
             return ConfigError(said, "Correct `sink.replicas` or `sink.partitions`.")
         return ConnectionFailed(said, "See that the brokers run and can be reached from here; then start again.")
@@ -328,7 +380,15 @@ class _Kept:
     topics: dict[str, str] = field(default_factory=dict)
 
 
-_admins: dict[tuple[int, Cluster], AdminClient] = {}
+@dataclass(frozen=True)
+class _Admin:
+    """A client for administration, and what it has told of its brokers."""
+
+    client: AdminClient
+    heard: list[KafkaError]
+
+
+_admins: dict[tuple[int, Cluster], _Admin] = {}
 _consumers: defaultdict[tuple[int, Cluster, bool], list[_Kept]] = defaultdict(list)
 
 

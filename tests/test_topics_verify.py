@@ -1,0 +1,132 @@
+"""Whether a comparison of topics with what has been made of them finds what differs, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.errors import UnknownTable
+from tests.conftest import Databases
+from tests.kafka_server import SECONDS
+from tests.test_topics_pipeline import CLICKS, ORDERS, SUMS
+from tests.test_topics_to_topics import VALID, VISITS, TopicsToTopic
+from tests.topics import TopicsPipeline, moments
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def orders(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> TopicsPipeline:
+    return TopicsPipeline(tmp_path, databases, kafka, ORDERS, key=["id"])
+
+
+def verified(pipeline: TopicsPipeline) -> dict[str, Any]:
+    return commands.verify(pipeline.pipeline)
+
+
+def found(result: dict[str, Any]) -> set[tuple[str, str]]:
+    """What differs, by the first column of the key."""
+    return {(each["kind"], next(iter(each["key"].values()))) for t in result["tables"] for each in t["differences"]}
+
+
+def test_a_mirror_and_what_differs_in_it(orders: TopicsPipeline) -> None:
+    orders.send(*({"id": n % 10, "amount": f"{n}.50", "note": f"ü{n}"} for n in range(40)), {"id": 77})
+    orders.catch_up()
+    orders.send({"id": 3, "note": "not read yet"})
+    result = verified(orders)
+    assert result["equal"]
+    (table,) = result["tables"]
+    assert (table["table"], table["source_rows"], table["target_rows"]) == ("public.t", 11, 11)
+    assert sum(each["messages"] for each in result["ranges"]) == 41
+    assert (result["lag_messages"], result["begins_late"], result["live"]) == (1, False, False)
+
+    orders.target(
+        "UPDATE t SET note = 'other' WHERE id = 1", "DELETE FROM t WHERE id = 2", "INSERT INTO t (id) VALUES (99)"
+    )
+    assert found(verified(orders)) == {("different", "1"), ("missing", "2"), ("extra", "99")}
+    assert "public.t: different" in orders.run("verify", code=4).stdout
+    orders.target("DROP TABLE t")
+    with pytest.raises(UnknownTable):
+        verified(orders)
+
+
+def test_messages_that_retention_has_removed_are_not_asked_for(orders: TopicsPipeline) -> None:
+    orders.send(*({"id": n} for n in range(30)))
+    orders.catch_up()
+    client = AdminClient({"bootstrap.servers": orders.broker.brokers})
+    removed = [TopicPartition(orders.topic, int(p), end // 2) for p, end in orders.offsets().items()]
+    for future in client.delete_records(removed).values():
+        future.result(SECONDS)
+    result = verified(orders)
+    assert result["equal"]
+    assert result["begins_late"]
+    rows = result["tables"][0]["source_rows"]
+    assert rows == sum(end - end // 2 for end in orders.offsets().values())
+    orders.target("UPDATE t SET note = 'other'")
+    assert len(found(verified(orders))) == rows
+
+
+def test_a_changelog_has_each_row_as_often_as_it_was_made(orders: TopicsPipeline) -> None:
+    orders.change(sink={"mode": "changelog"}, source={"key": []})
+    orders.send(*({"id": n % 5} for n in range(20)))
+    orders.catch_up()
+    result = verified(orders)
+    assert (result["equal"], result["tables"][0]["target_rows"]) == (True, 20)
+    orders.target("DELETE FROM t WHERE ctid = (SELECT min(ctid) FROM t WHERE id = 4)")
+    orders.target("INSERT INTO t SELECT * FROM t WHERE id = 2 LIMIT 1")
+    assert found(verified(orders)) == {("different", "4"), ("different", "2")}
+
+
+def test_windows_that_change(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
+    pipeline = TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS)
+    for start in (0, 1, 2):
+        pipeline.send(*({"id": key, "at": at, "value": 7} for at in moments([start, start + 1.5]) for key in "ab"))
+        pipeline.catch_up()
+    assert verified(pipeline)["equal"]
+    pipeline.target("UPDATE t SET total = total + 1 WHERE id = 'b'")
+    assert {key for _, key in found(verified(pipeline))} == {"b"}
+
+
+def test_windows_that_are_told_once_closed(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
+    watermark = {"column": "at", "delay": "1 second"}
+    pipeline = TopicsToTopic(tmp_path, databases, kafka, VISITS, key=["id", "start"], watermark=watermark, sql=VALID)
+    for batch in ([0, 1, 19], [21, 22], [45], [46]):
+        pipeline.send(*({"id": "abc1", "at": at} for at in moments(batch)))
+        pipeline.catch_up()
+    assert len(pipeline.received()) == 2
+    result = verified(pipeline)
+    assert (result["equal"], result["tables"][0]["source_rows"]) == (True, 2)
+
+
+def test_updates_of_debezium_s_add_up(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
+    pipeline = TopicsPipeline(tmp_path, databases, kafka, ORDERS, partitions=1, key=["id"], format="debezium")
+    pipeline.change(sink={"mode": "changelog"})
+    one, two = ({"id": n, "amount": "1.50", "note": "x"} for n in (1, 2))
+    pipeline.send(
+        {"op": "r", "after": one}, {"op": "c", "after": two}, {"op": "u", "before": one, "after": {**one, "note": "y"}}
+    )
+    pipeline.send({"op": "d", "before": two, "after": None})
+    pipeline.catch_up()
+    result = verified(pipeline)
+    assert (result["equal"], result["tables"][0]["source_rows"]) == (True, 1)
+    pipeline.target("UPDATE t SET note = 'z' WHERE _op = 'u'")
+    assert found(verified(pipeline)) == {("different", "1")}
+
+
+def test_a_stream_may_run_meanwhile(orders: TopicsPipeline) -> None:
+    orders.run("provision")
+    running = orders.start("stream")
+    orders.await_beat(running, "stream")
+    orders.send(*({"id": n, "note": "x"} for n in range(50)))
+    result = verified(orders)
+    assert (result["live"], result["equal"], result["tables"][0]["source_rows"]) == (True, True, 50)
+    orders.target("UPDATE t SET note = 'other' WHERE id = 7")
+    assert found(verified(orders)) == {("different", "7")}
+    orders.run("stop")
+    assert running.wait().code == 0
