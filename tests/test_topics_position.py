@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.topics.cluster import behind, reached, with_all
 from airflow_cdc_provider.engine.topics.position import Found, Position, goes_on
 
-POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
+POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
 STEPS = ("batch", "crash when planned", "crash when committed", "lose", "copy", "restore checkpoint", "restore sink")
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from tests.conftest import Databases
+from tests.kafka_server import SECONDS as PATIENCE
 from tests.kafka_sink import consumed
 from tests.topics import TopicsPipeline, moments
 
@@ -83,7 +86,8 @@ def test_windows_of_valid_identifiers_are_told_once(visits: TopicsToTopic) -> No
     assert sorted(told) == [("abc1", first, 3), ("abc1", second, 2), ("xyz22", first, 3), ("xyz22", second, 2)]
 
 
-def test_a_broker_that_restarts_meanwhile_loses_and_repeats_nothing(copy: TopicsToTopic) -> None:
+def test_a_broker_that_restarts_and_partitions_that_are_added_lose_and_repeat_nothing(copy: TopicsToTopic) -> None:
+    """Partitions are not shared out by a group of consumers, so the only rebalance is that there are more of them."""
     copy.change(stream={"restart": {"strategy": "fixed-delay", "attempts": 20, "delay": "1 second"}})
     copy.send(*({"id": n} for n in range(10)))
     copy.catch_up()
@@ -93,6 +97,12 @@ def test_a_broker_that_restarts_meanwhile_loses_and_repeats_nothing(copy: Topics
     copy.broker.restart("kill")
     copy.send(*({"id": n} for n in range(20, 30)))
     running.until(lambda: sum(copy.offsets().values()) >= 30, "the last message")
+    grown = AdminClient({"bootstrap.servers": copy.broker.brokers}).create_partitions([NewPartitions(copy.topic, 5)])
+    grown[copy.topic].result(PATIENCE)
+    copy.send(*({"id": n} for n in range(30, 60)))
+    running.until(lambda: sum(copy.offsets().values()) >= 60, "the last message of all partitions")
     copy.run("stop")
     assert running.wait().code == 0
-    assert sorted(row["id"] for row in copy.received()) == list(range(30))
+    assert len(copy.offsets()) == 5
+    assert sorted(row["id"] for row in copy.received()) == list(range(60))
+    assert commands.verify(copy.pipeline)["equal"]

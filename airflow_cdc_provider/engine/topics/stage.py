@@ -1,7 +1,8 @@
 """The work of a staging task: rows that the query returns in, effects in the sink's staging and pickled messages out.
 
-It runs on executors. A task has the rows of a partition in their order, so that of those with the same key the last one
-stays; the pieces of a unit are applied in the order of Spark's partitions, in which those of Kafka are read.
+It runs on executors, as do the texts for a comparison. A task has the rows of a partition in their order, so that of
+those with the same key the last one stays; the pieces of a unit are applied in the order of Spark's partitions, in
+which those of Kafka are read.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class TopicStage:
         index = context.partitionId() if context is not None else 0
         staged: list[Staged] = []
         count = 0
-        for rows in portions(batches):
+        for rows in _portions(batches):
             effect = self._effect(rows, (index << _PARTITION_BITS) + count + 1)
             attempt = f"{self.batch}_{index}_{uuid.uuid4().hex[:8]}"
             staged += self.sink.stage(self.epoch, attempt, [effect])
@@ -95,8 +96,7 @@ class TopicStage:
     def _mirror(self, columns: list[pa.Array], letters: pa.Array | None, count: int) -> pa.Table:
         erased = pc.fill_null(pc.equal(letters, "d"), False) if letters is not None else pa.array(np.zeros(count, bool))
         made = pa.table({ERASED: erased} | {f"c{i}": column for i, column in enumerate(columns)})
-        names = [column.name for column in self.table.columns]
-        return last_of_each(made, [f"c{names.index(name)}" for name in self.table.key])
+        return last_of_each(made, key_of(self.table))
 
     def _changelog(self, columns: list[pa.Array], letters: pa.Array | None, count: int, first: int) -> pa.Table:
         ops = pc.fill_null(letters, "i") if letters is not None else pa.array(["i"] * count)
@@ -112,6 +112,30 @@ class TopicStage:
         )
 
 
+@dataclass(frozen=True)
+class TopicTexts:
+    """Makes texts of the query's rows for a comparison.
+
+    :param keyed: of the rows of a task with the same key the last one stays.
+    """
+
+    table: Table
+    keyed: bool
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for rows in _portions(batches):
+            columns = [to_texts(rows[column.name].combine_chunks()) for column in self.table.columns]
+            told = rows[RESULT_OP] if RESULT_OP in rows.column_names else pa.nulls(rows.num_rows, pa.string())
+            made = pa.table({f"c{i}": column for i, column in enumerate(columns)} | {RESULT_OP: told})
+            kept = last_of_each(made, key_of(self.table)) if self.keyed else made
+            yield from kept.cast(pa.schema([(name, pa.string()) for name in kept.column_names])).to_batches()
+
+
+def key_of(table: Table) -> list[str]:
+    """The key's columns, by their places."""
+    return [f"c{i}" for i, column in enumerate(table.columns) if column.name in table.key]
+
+
 def last_of_each(rows: pa.Table, key: list[str]) -> pa.Table:
     """Of rows with the same key the last one, in the order in which they stand."""
     numbered = rows.select(key).append_column("row", pa.array(np.arange(rows.num_rows)))
@@ -119,7 +143,7 @@ def last_of_each(rows: pa.Table, key: list[str]) -> pa.Table:
     return rows if len(last) == rows.num_rows else rows.take(pa.array(np.sort(last)))
 
 
-def portions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+def _portions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Batches put together to as many rows as are staged at a time; dictionaries and short offsets are left behind."""
     held: list[pa.RecordBatch] = []
     rows = 0

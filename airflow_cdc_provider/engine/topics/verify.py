@@ -26,7 +26,6 @@ import pyarrow.compute as pc
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import UnknownTable
 from airflow_cdc_provider.engine.row_side import Rowset, RowSide, changelog_rows, keyed_rows, mirror_rows
@@ -34,7 +33,6 @@ from airflow_cdc_provider.engine.run import existing_record, sink_of
 from airflow_cdc_provider.engine.session import spark_session
 from airflow_cdc_provider.engine.sides import Sides
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.lake.values import to_texts
 from airflow_cdc_provider.engine.slot import wait_until
 from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached
@@ -43,7 +41,7 @@ from airflow_cdc_provider.engine.topics.job import failure_of
 from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
 from airflow_cdc_provider.engine.topics.settings import Offsets, TopicSource
-from airflow_cdc_provider.engine.topics.stage import RESULT_OP, last_of_each, portions
+from airflow_cdc_provider.engine.topics.stage import RESULT_OP, TopicTexts, key_of, last_of_each
 from airflow_cdc_provider.engine.verify import PASS_TIMEOUT, Report, compare_sides, not_reached
 
 Shaped: TypeAlias = Callable[[Target, Iterable[pa.RecordBatch]], Iterator[Rowset]]
@@ -154,12 +152,12 @@ class Replay:
         try:
             found = result(self.spark, self.source, raw)
             schema = ", ".join(f"{name} string" for name in (*names, RESULT_OP))
-            texts = found.mapInArrow(_Texts(table, keyed), schema).toArrow()
+            texts = found.mapInArrow(TopicTexts(table, keyed), schema).toArrow()
         except PySparkException as e:
             raise failure_of(str(e)) from e
         if keyed:
             # Spark has put the partitions one after the other, as the stage of a unit does.
-            last = last_of_each(texts, _key_of(table))
+            last = last_of_each(texts, key_of(table))
             texts = last.filter(pc.fill_null(pc.not_equal(last[RESULT_OP], "d"), True))
         columns = [column.name for column in table.columns]
         yield from texts.select(names).rename_columns(columns).combine_chunks().to_batches()
@@ -174,26 +172,6 @@ class Replay:
             for topic, partitions in sorted(end.items())
             for p, offset in sorted(partitions.items(), key=lambda each: int(each[0]))
         ]
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """Makes texts of the query's rows, on executors; a task has those of a partition in their order."""
-
-    table: Table
-    keyed: bool
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for rows in portions(batches):
-            columns = [to_texts(rows[column.name].combine_chunks()) for column in self.table.columns]
-            told = rows[RESULT_OP] if RESULT_OP in rows.column_names else pa.nulls(rows.num_rows, pa.string())
-            made = pa.table({f"c{i}": column for i, column in enumerate(columns)} | {RESULT_OP: told})
-            kept = last_of_each(made, _key_of(self.table)) if self.keyed else made
-            yield from kept.cast(pa.schema([(name, pa.string()) for name in kept.column_names])).to_batches()
-
-
-def _key_of(table: Table) -> list[str]:
-    return [f"c{i}" for i, column in enumerate(table.columns) if column.name in table.key]
 
 
 def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> AbstractContextManager[Sides]:

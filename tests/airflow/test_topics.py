@@ -1,0 +1,79 @@
+"""A pipeline over topics in a real Airflow: the same Dags, connections, page and sensors as any other's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from airflow_cdc_provider.demo.kafka import KafkaServer
+from tests.airflow.browser import Browser
+from tests.airflow.client import Client
+from tests.airflow.server import AirflowUnderTest
+from tests.airflow.test_sinks import connect
+from tests.conftest import Databases
+from tests.pipelines import UNHURRIED
+from tests.test_topics_pipeline import CLICKS, SUMS
+from tests.topics import TopicsPipeline, moments
+
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
+
+COPY, VERIFY, DROP = "cdc_topics", "topics_verify", "cdc_drop"
+DAGS = """
+from airflow.sdk import DAG
+
+from airflow_cdc_provider import cdc_dag
+from airflow_cdc_provider.operators.pipeline import CdcVerifyOperator
+
+copy = cdc_dag("PIPELINE", dag_id="cdc_topics")
+
+with DAG("topics_verify", default_args={"pipeline": "PIPELINE"}):
+    CdcVerifyOperator(task_id="verify")
+"""
+
+
+@pytest.fixture
+def pipeline(
+    airflow: AirflowUnderTest,
+    client: Client,
+    databases: Databases,
+    kafka: KafkaServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[TopicsPipeline]:
+    """Windows of clicks, of a cluster whose address Airflow alone has, as a connection."""
+    pipeline = TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS)
+    name, uri = "clicks_kafka", f"kafka://{kafka.brokers}"
+    monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for us; Airflow runs already, and has its own
+    del pipeline.document["source"]["brokers"]
+    pipeline.change(source={"conn_id": name}, stream=UNHURRIED)
+    with ExitStack() as ended:
+        connect(client, ended, name, uri)
+        shown = airflow.pipelines / "topics.yaml"
+        shown.symlink_to(pipeline.file)
+        ended.callback(shown.unlink)
+        airflow.add_dag("topics", DAGS.replace("PIPELINE", str(pipeline.file)))
+        yield pipeline
+
+
+def test_topics_are_read_and_compared_and_shown(
+    airflow: AirflowUnderTest, client: Client, browser: Browser, pipeline: TopicsPipeline
+) -> None:
+    for start in (0, 4):
+        pipeline.send(*({"id": key, "at": at, "value": 1} for at in moments([start, start + 1]) for key in "ab"))
+        airflow.succeed(COPY, client.trigger(COPY))
+    assert pipeline.target_rows("SELECT id, sum(total) FROM t GROUP BY 1 ORDER BY 1") == [("a", 4), ("b", 4)]
+    with browser.look(f"plugin/cdc?pipeline={pipeline.name}") as page:
+        page.get_by_text("public.t").first.wait_for()
+        page.get_by_text("stopped", exact=True).wait_for()
+
+    pipeline.target("UPDATE t SET total = 9 WHERE id = 'b'")
+    run = client.trigger(VERIFY)
+    airflow.await_state(VERIFY, run, "verify", "failed")
+
+    ended = client.trigger(DROP, {"pipeline": str(pipeline.file)})
+    airflow.answer(DROP, ended, "Approve")
+    airflow.succeed(DROP, ended)
+    assert not pipeline.state.exists()
