@@ -136,7 +136,7 @@ def test_a_line_tells_how_much_is_applied_and_what_is_not_yet() -> None:
     moment = TopicMoment(STREAMING, "running", [task("stream", "deferred")], 98_765)
 
     assert TopicMoment(NEW, "queued", [], 0).line == "Dag run queued · 0 messages written"
-    assert moment.line == "stream · 42 units · 1,234 rows/s · lag 4,321 messages · 98,765 messages written"
+    assert moment.line == "stream · unit 42 · 1,234 rows/s · lag 4,321 messages · 98,765 messages written"
 
 
 @pytest.mark.parametrize(

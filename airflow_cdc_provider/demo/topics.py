@@ -98,7 +98,7 @@ class TopicMoment(Moment):
         """What is at work, how much has been applied, and how far behind that is."""
         parts = [self.activity]
         if self.applied:
-            parts.append(f"{self.applied:,} units")
+            parts.append(f"unit {self.applied:,}")
         if self.speed:
             parts.append(f"{self.speed:,} rows/s")
         if self.lag is not None:
@@ -264,7 +264,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
         *told,
         ("stream", f"{rows:,} rows in {worked:.1f} s of work, {rate(rows, worked)} rows/s"),
         ("live", f"{median(lags or [0]):,.0f} messages behind the producer (median)"),
-        ("applied", f"{outcome.end.applied:,} units"),
+        ("applied", f"unit {outcome.end.applied:,}"),
         ("Dag run", outcome.end.ending),
         ("total time", f"{clock(outcome.seconds)} minutes"),
     ]
