@@ -137,8 +137,9 @@ class ShopMoment(Moment):
         finished, chunks = self.chunks
         if chunks and finished < chunks:
             parts.append(f"{finished} of {chunks} chunks")
-        if self.speed:
-            parts.append(f"{self.speed:,} rows/s")
+        speed = sum(job.get("rows_per_second", 0) for job in status["jobs"])
+        if speed:
+            parts.append(f"{speed:,} rows/s")
         if status["lag_bytes"] is not None:
             parts.append(f"lag {human_bytes(status['lag_bytes'])}, {status['lag_seconds']:.1f} s")
         if status["slot"]:
