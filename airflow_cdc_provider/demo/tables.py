@@ -23,7 +23,7 @@ from airflow_cdc_provider.demo.run import DagRun, verification_problems
 from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
 from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
 from airflow_cdc_provider.demo.warehouse import POSTGRES, TITLES, WAREHOUSES, Warehouse, start_server
-from airflow_cdc_provider.engine import commands, slot
+from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.table import human_bytes
@@ -184,7 +184,7 @@ class ShopRun(DagRun[ShopMoment]):
     def perform(self) -> bool:
         """See :meth:`.DagRun.perform`."""
         course = self._follow()
-        verified = commands.verify(self.pipeline)
+        verified = self.verify()
         outcome = Outcome(replace(course, end=self.look()), verified, self.jobs(), self.screen.seconds)
         equal = "every row of the source is in the target, and no other."
         return self.conclude(summary(outcome), outcome.problems, equal)

@@ -23,7 +23,6 @@ from airflow_cdc_provider.demo.run import DagRun, verification_problems
 from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
 from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
 from airflow_cdc_provider.demo.warehouse import start_broker
-from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.topics.settings import PACKAGE
 
 MESSAGES_PER_SECOND = 2000
@@ -145,7 +144,7 @@ class TopicRun(DagRun[TopicMoment]):
             expected=self._case.expected(values),
             found=self._target.rows(),
             unreadable=self._unreadable(values),
-            verified=commands.verify(self.pipeline),
+            verified=self.verify(),
             stream=self.jobs().get("stream", {}),
             seconds=self.screen.seconds,
         )
