@@ -195,7 +195,7 @@ def _topic(started: ExitStack, directory: Path, broker: KafkaServer) -> Target:
 CASES: Mapping[str, Case] = {
     "kafka-to-mysql": Case(
         topic="clicks",
-        what="Clicks in a topic of Kafka are summed up in windows of two seconds, which a table of MariaDB mirrors",
+        what="Clicks in a topic of Kafka are summed up in windows of 2 seconds, which a table of MariaDB mirrors",
         text=CLICKS,
         draw=draw_click,
         read=read_click,
@@ -205,8 +205,7 @@ CASES: Mapping[str, Case] = {
     ),
     "kafka-to-kafka": Case(
         topic="visits",
-        what="Visits in a topic of Kafka are counted in windows of twenty seconds, if their identifiers are valid;"
-        " another topic gets each window once",
+        what="Visits with valid identifiers are counted in windows of 20 seconds, from a topic of Kafka to another, once",
         text=VISITS,
         draw=draw_visit,
         read=read_visit,

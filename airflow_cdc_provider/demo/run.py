@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from airflow_cdc_provider.demo.client import FINAL_STATES, TaskState
@@ -20,6 +23,8 @@ GROUPS = 2
 LOOK_SECONDS = 2.0
 STEP_SECONDS = 600.0
 LOG_LINES = 60
+
+_STANDARD_ERROR = 2
 
 M = TypeVar("M", bound=Moment)
 
@@ -93,6 +98,11 @@ class DagRun(ABC, Generic[M]):
         self.screen.say(f"The Dag run ended as {end.run}. Every row is compared once more.")
         return end
 
+    def verify(self) -> dict[str, Any]:
+        """What ``airflow-cdc verify`` returns; what its Spark has to say goes to a file."""
+        with _errors_to(self.airflow.home.with_name("verify.log")):
+            return commands.verify(self.pipeline)
+
     def jobs(self) -> dict[str, Mapping[str, Any]]:
         """Progress of the run's Spark jobs by the part that they had in it."""
         state = State(self.pipeline.state)
@@ -117,6 +127,19 @@ class DagRun(ABC, Generic[M]):
         logs = self.airflow.client.failures(DAG, self._id).splitlines()
         said = [f"{error['message']}. {error['solution']}"] if error else []
         return "\n".join([*said, *logs[-LOG_LINES:]])
+
+
+@contextmanager
+def _errors_to(file: Path) -> Iterator[None]:
+    """Have a file get what this process, and those that it starts meanwhile, write to standard error."""
+    before = os.dup(_STANDARD_ERROR)
+    with file.open("ab") as log:
+        os.dup2(log.fileno(), _STANDARD_ERROR)
+    try:
+        yield
+    finally:
+        os.dup2(before, _STANDARD_ERROR)
+        os.close(before)
 
 
 def verification_problems(verified: Mapping[str, Any]) -> list[str]:

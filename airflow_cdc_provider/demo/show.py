@@ -53,11 +53,6 @@ class Moment(ABC):
         return parse_lsn(self.status["applied_lsn"] or "0/0")
 
     @property
-    def speed(self) -> int:
-        """Rows a second of all jobs together."""
-        return sum(job.get("rows_per_second", 0) for job in self.status["jobs"])
-
-    @property
     def busy(self) -> set[str]:
         """The tasks at work."""
         return {task["task_id"] for task in self.tasks if task["state"] in BUSY_STATES}

@@ -23,7 +23,7 @@ from airflow_cdc_provider.demo.run import DagRun, verification_problems
 from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
 from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
 from airflow_cdc_provider.demo.warehouse import POSTGRES, TITLES, WAREHOUSES, Warehouse, start_server
-from airflow_cdc_provider.engine import commands, slot
+from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.table import human_bytes
@@ -137,8 +137,9 @@ class ShopMoment(Moment):
         finished, chunks = self.chunks
         if chunks and finished < chunks:
             parts.append(f"{finished} of {chunks} chunks")
-        if self.speed:
-            parts.append(f"{self.speed:,} rows/s")
+        speed = sum(job.get("rows_per_second", 0) for job in status["jobs"])
+        if speed:
+            parts.append(f"{speed:,} rows/s")
         if status["lag_bytes"] is not None:
             parts.append(f"lag {human_bytes(status['lag_bytes'])}, {status['lag_seconds']:.1f} s")
         if status["slot"]:
@@ -183,7 +184,7 @@ class ShopRun(DagRun[ShopMoment]):
     def perform(self) -> bool:
         """See :meth:`.DagRun.perform`."""
         course = self._follow()
-        verified = commands.verify(self.pipeline)
+        verified = self.verify()
         outcome = Outcome(replace(course, end=self.look()), verified, self.jobs(), self.screen.seconds)
         equal = "every row of the source is in the target, and no other."
         return self.conclude(summary(outcome), outcome.problems, equal)

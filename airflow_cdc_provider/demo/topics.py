@@ -23,13 +23,13 @@ from airflow_cdc_provider.demo.run import DagRun, verification_problems
 from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
 from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
 from airflow_cdc_provider.demo.warehouse import start_broker
-from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.topics.settings import PACKAGE
 
-MESSAGES_PER_SECOND = 3000
+MESSAGES_PER_SECOND = 2000
 PARTITIONS = 4
 
-LIVE_SECONDS = 30.0
+NEAR_SECONDS = 10.0  # behind the producer, who follows it
+LIVE_SECONDS = 20.0
 LONG_AFTER = timedelta(hours=1)
 
 INTRODUCTION = """\
@@ -98,9 +98,7 @@ class TopicMoment(Moment):
         """What is at work, how much has been applied, and how far behind that is."""
         parts = [self.activity]
         if self.applied:
-            parts.append(f"{self.applied:,} units")
-        if self.speed:
-            parts.append(f"{self.speed:,} rows/s")
+            parts.append(f"unit {self.applied:,}")
         if self.lag is not None:
             parts.append(f"lag {self.lag:,} messages")
         parts.append(f"{self.messages:,} messages written")
@@ -142,10 +140,11 @@ class TopicRun(DagRun[TopicMoment]):
             live=live,
             end=end,
             written=self._producer.account,
+            read=len(values),
             expected=self._case.expected(values),
             found=self._target.rows(),
             unreadable=self._unreadable(values),
-            verified=commands.verify(self.pipeline),
+            verified=self.verify(),
             stream=self.jobs().get("stream", {}),
             seconds=self.screen.seconds,
         )
@@ -156,7 +155,10 @@ class TopicRun(DagRun[TopicMoment]):
         """Follow the run to its end; what was seen while the producer was at work, and then."""
         say = self.screen.say
         self.until("the first unit", lambda moment: moment.applied > 0)
-        say("The first unit is applied; from here on the stream follows the producer.")
+        say("The first unit is applied. The stream brings in what was written before it began.")
+        near = NEAR_SECONDS * MESSAGES_PER_SECOND
+        self.until("the stream to catch up", lambda moment: moment.lag is not None and moment.lag < near)
+        say("The stream is near the topic's ends, and follows the producer.")
         live = self.some_time(LIVE_SECONDS)
         self._producer.stop()
         say(f"The producer has ended: {self._producer.account}.")
@@ -207,7 +209,8 @@ class Outcome:
     :param live: seen while the producer was at work.
     :param end: seen when all was over.
     :param written: what the producer has to say of its work.
-    :param expected: what a plain consumer makes of the topic.
+    :param read: how many messages a plain consumer gets.
+    :param expected: what has to become of them.
     :param found: what is in the target.
     :param verified: what ``airflow-cdc verify`` returned at the end.
     :param stream: progress of the stream's Spark job.
@@ -217,6 +220,7 @@ class Outcome:
     live: Sequence[TopicMoment]
     end: TopicMoment
     written: str
+    read: int
     expected: Rows
     found: Rows
     unreadable: Unreadable | None
@@ -262,9 +266,9 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
         told.append(("unreadable", f"{outcome.unreadable.messages:,} messages, kept in {outcome.unreadable.topic}"))
     return [
         *told,
-        ("stream", f"{rows:,} rows in {worked:.1f} s of work, {rate(rows, worked)} rows/s"),
+        ("stream", f"{outcome.read:,} messages into {rows:,} rows, {rate(outcome.read, worked)} messages/s of work"),
         ("live", f"{median(lags or [0]):,.0f} messages behind the producer (median)"),
-        ("applied", f"{outcome.end.applied:,} units"),
+        ("applied", f"unit {outcome.end.applied:,}"),
         ("Dag run", outcome.end.ending),
         ("total time", f"{clock(outcome.seconds)} minutes"),
     ]
