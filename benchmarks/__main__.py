@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_cdc_provider.engine.errors import CdcError
-from benchmarks import parsing, snapshot, soak, stream
+from benchmarks import kafka, parsing, snapshot, soak, stream
 from benchmarks.lab import laboratory, query
 from benchmarks.report import Series, WrongResult, as_json, as_text, describe_machine
 
 SNAPSHOT = "snapshot"
 CASES = (SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
-"""What is measured by default; the soak, which takes minutes, and the parsing of Dags only by name."""
+"""What is measured by default; Kafka, the soak, which takes minutes, and the parsing of Dags only by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _soak(options)
     if parsing.PARSING in options.cases:
         return _parsing(options)
+    if kafka.KAFKA in options.cases:
+        return _kafka(options)
     cases = frozenset(options.cases or CASES)
     series: list[Series] = []
     load = os.getloadavg()[0]
@@ -43,12 +45,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (WrongResult, CdcError) as e:
         print(f"benchmark failed: {e}", file=sys.stderr)
         return 1
-    machine = describe_machine(str(version), load)
+    _show(series, options, str(version), load)
+    return 0
+
+
+def _show(series: Sequence[Series], options: argparse.Namespace, version: str, load: float) -> None:
+    machine = describe_machine(version, load)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(as_text(series))
     if options.json:
         document = {"machine": machine, "repeat": options.repeat, "cases": as_json(series)}
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _kafka(options: argparse.Namespace) -> int:
+    load = os.getloadavg()[0]
+    try:
+        series = kafka.measure(options.rows, options.repeat)
+    except (WrongResult, CdcError) as e:
+        print(f"benchmark failed: {e}", file=sys.stderr)
+        return 1
+    _show(series, options, "16", load)
     return 0
 
 
@@ -83,7 +100,7 @@ def _parsing(options: argparse.Namespace) -> int:
 
 
 def _case(text: str) -> str:
-    known = (*CASES, soak.SOAK, parsing.PARSING)
+    known = (*CASES, kafka.KAFKA, soak.SOAK, parsing.PARSING)
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
     return text
@@ -103,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="case",
         type=_case,
-        help=f"{', '.join(CASES)}: all by default; or {soak.SOAK}; or {parsing.PARSING}",
+        help=f"{', '.join(CASES)}: all by default; or {kafka.KAFKA}; or {soak.SOAK}; or {parsing.PARSING}",
     )
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")

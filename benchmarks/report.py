@@ -29,12 +29,14 @@ class Series:
     :param rows: rows, or changes, of each repeat.
     :param seconds: the time of each.
     :param peer: the case that it is compared with, if it is not one of those itself.
+    :param others: further cases that it is compared with.
     """
 
     case: str
     rows: int
     seconds: tuple[float, ...]
     peer: str | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def rates(self) -> list[float]:
@@ -86,7 +88,8 @@ def as_json(series: Sequence[Series]) -> list[dict[str, Any]]:
                 "max": round(max(each.rates)),
             },
             "peer": each.peer,
-            "ratio": _ratio(each, series),
+            "ratio": _ratio(each, each.peer, series),
+            "others": {peer: _ratio(each, peer, series) for peer in each.others},
         }
         for each in series
     ]
@@ -96,20 +99,22 @@ def as_text(series: Sequence[Series]) -> str:
     """The cases as a table."""
     body = []
     for each in as_json(series):
-        rate, ratio = each["rows_per_second"], each["ratio"]
+        rate, ratios = each["rows_per_second"], each["others"]
+        if each["peer"]:
+            ratios = {each["peer"]: each["ratio"]} | ratios
         body.append(
             [
                 each["case"],
                 f"{each['rows']:,}",
                 f"{rate['median']:,}",
                 f"{rate['min']:,}-{rate['max']:,}",
-                f"{ratio:.2f} x {each['peer']}" if each["peer"] else "",
+                ", ".join(f"{ratio:.2f} x {peer}" for peer, ratio in ratios.items()),
             ]
         )
     return text_table(["case", "rows", "rows/s", "min-max", "ratio"], body)
 
 
-def _ratio(series: Series, others: Sequence[Series]) -> float | None:
-    """The median rate as a multiple of the peer's."""
-    peers = [other for other in others if other.case == series.peer]
+def _ratio(series: Series, peer: str | None, all_: Sequence[Series]) -> float | None:
+    """The median rate as a multiple of a peer's."""
+    peers = [other for other in all_ if other.case == peer]
     return round(median(series.rates) / median(peers[0].rates), 3) if peers else None
