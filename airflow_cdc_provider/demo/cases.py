@@ -205,7 +205,7 @@ CASES: Mapping[str, Case] = {
     ),
     "kafka-to-kafka": Case(
         topic="visits",
-        what="Visits with valid identifiers are counted in windows of 20 seconds, from a topic of Kafka to another, once",
+        what="Visits with valid identifiers are counted in windows of 20 seconds, from one topic of Kafka to another",
         text=VISITS,
         draw=draw_visit,
         read=read_visit,
