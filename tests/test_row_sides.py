@@ -71,11 +71,13 @@ class Standing:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(TEXTS, min_size=1, max_size=40))
-def test_arrays_have_the_text_that_postgres_gives_them(databases: Databases, values: list[list[str | None]]) -> None:
+@given(st.lists(TEXTS, min_size=1, max_size=40), st.sampled_from([pa.string(), pa.large_string()]))
+def test_arrays_have_the_text_that_postgres_gives_them(
+    databases: Databases, values: list[list[str | None]], kind: pa.DataType
+) -> None:
     width = max(map(len, values))
     padded = [[*row, *[None] * (width - len(row))] for row in values]
-    texts = array_texts([pa.array(column, pa.string()) for column in zip(*padded, strict=True)]).to_pylist()
+    texts = array_texts([pa.array(column, kind) for column in zip(*padded, strict=True)]).to_pylist()
     with connected(databases.source) as connection:
         for row, text in zip(padded, texts, strict=True):
             assert rows(connection, "SELECT %s::text[]::text", [row]) == [(text,)]

@@ -15,16 +15,17 @@ _ELEMENT = re.compile(r'"((?:[^"\\]|\\.)*)"|([^,{}]+)', re.DOTALL)
 def array_texts(columns: Sequence[pa.Array]) -> pa.Array:
     """Row by row the text of the array of all columns' values.
 
-    :param columns: of strings, at least one.
+    :param columns: of strings or of large ones, at least one.
     """
-    return pc.binary_join_element_wise(
-        "{", pc.binary_join_element_wise(*map(_elements, columns), ","), "}", "", null_handling="emit_null"
-    )
+    start, between, end, nothing = (pa.scalar(text, columns[0].type) for text in ("{", ",", "}", ""))
+    elements = pc.binary_join_element_wise(*map(_elements, columns), between)
+    return pc.binary_join_element_wise(start, elements, end, nothing)
 
 
 def _elements(column: pa.Array) -> pa.Array:
+    quote, nothing = (pa.scalar(text, column.type) for text in ('"', ""))
     escaped = pc.replace_substring_regex(column, r'(["\\])', r"\\\1")
-    quoted = pc.binary_join_element_wise('"', escaped, '"', "")
+    quoted = pc.binary_join_element_wise(quote, escaped, quote, nothing)
     return pc.fill_null(pc.if_else(pc.match_substring_regex(column, _NEEDS_QUOTES), quoted, column), "NULL")
 
 
