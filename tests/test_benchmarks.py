@@ -33,6 +33,8 @@ def test_rates_are_compared_with_the_peer() -> None:
     assert peer["rows_per_second"] == {"median": 50, "min": 25, "max": 100}
     assert (peer["ratio"], ours["ratio"]) == (None, 2.0)
     assert "2.00 x peer" in as_text(series)
+    ours = as_json([*series, Series("more", 100, (1.0,), "peer", ("ours",))])[-1]
+    assert (ours["ratio"], ours["others"]) == (2.0, {"ours": 1.0})
 
 
 def test_a_wrong_result_is_an_error() -> None:
@@ -73,6 +75,25 @@ def test_all_cases_run_and_are_right(tmp_path: Path) -> None:
         assert each["rows_per_second"].keys() == {"median", "min", "max"}
         assert all(rate > 0 for rate in each["rows_per_second"].values())
         assert (each["ratio"] is None) == (each["peer"] is None)
+
+
+@pytest.mark.spark
+def test_kafka_runs_at_both_ends_and_is_right(tmp_path: Path) -> None:
+    file = tmp_path / "kafka.json"
+    done = run("kafka", "--rows", "1000", "--repeat", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr[-4000:]
+    cases: list[dict[str, Any]] = json.loads(file.read_text())["cases"]
+    peers = {each["case"]: [each["peer"], *each["others"]] for each in cases if each["peer"]}
+    assert peers == {
+        case: [f"{case}: plain producer", f"{case}: Spark's sink", *more]
+        for case, more in {
+            "postgres to kafka, debezium": (),
+            "postgres to kafka, json": (),
+            "kafka to kafka": ("kafka to kafka: Spark's streaming query",),
+        }.items()
+    }
+    assert "kafka to mysql" in done.stdout
+    assert all(each["rows_per_second"]["median"] > 0 for each in cases)
 
 
 @pytest.mark.spark
