@@ -12,8 +12,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# A single process leaves both cores half idle. Each has servers of its own; the tests of a file share what they start.
-PROCESSES ?= 2
+# Two processes leave two cores idle for more than a third of the time. Each has servers of its own; the tests of a file
+# share what they start.
+PROCESSES ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10
 
 # $(call debian-install,PACKAGE): install a package of Debian, with fresh lists when the old ones do not do.
@@ -100,7 +101,7 @@ kafka: $(INSTALLED) java
 		echo "Tests against Kafka are skipped: its jars cannot be fetched from Maven Central." >&2
 
 .PHONY: test
-test: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka ## run all tests (PROCESSES=n at a time, 2 by default)
+test: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka ## run all tests (PROCESSES=n at a time, 3 by default)
 	$(PYTEST)
 
 .PHONY: test-fast

@@ -107,7 +107,8 @@ def measure(rows: int, repeat: int) -> list[Series]:
     """Run all cases with their peers, one after the other in every repeat."""
     whole = max(1, rows // TRANSACTION) * TRANSACTION
     with _laboratory() as lab:
-        _repeat(lab, min(whole, _WARM), 1)
+        if whole > _WARM:
+            _repeat(lab, _WARM, 1)
         return _repeat(lab, whole, repeat)
 
 
