@@ -20,9 +20,7 @@ from airflow.sdk import DAG
 from airflow.sdk.exceptions import ParamValidationError
 from airflow.serialization.serialized_objects import DagSerialization
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from tests.conftest import Databases
-from tests.topics import TopicsPipeline
 
 pytestmark = pytest.mark.airflow
 
@@ -201,19 +199,3 @@ def test_a_run_copies_the_tables_of_real_servers(databases: Databases, tmp_path:
     shown = [path for place in (tmp_path, home) for path in place.rglob("*") if path.is_file()]
     assert home / "airflow.db" in shown
     assert [path for path in shown if b"n0tTelling" in path.read_bytes()] == []
-
-
-@pytest.mark.spark
-@pytest.mark.timeout(900)
-def test_a_run_over_topics_leaves_out_what_is_of_tables(
-    databases: Databases, kafka: KafkaServer, tmp_path: Path
-) -> None:
-    migrate_database()
-    pipeline = TopicsPipeline(tmp_path, databases, kafka, "id BIGINT NOT NULL, note STRING", key=["id"])
-    pipeline.send(*({"id": n % 7, "note": f"{n}"} for n in range(10)))
-
-    outcome, printed = run_dag(tmp_path, pipeline.file)
-
-    assert {task for task, state in outcome.items() if state == "skipped"} == {"snapshot", "slot_progress"}, printed
-    assert set(outcome.values()) == {"success", "skipped"}, printed
-    assert pipeline.target_rows("SELECT count(*), max(note::int) FROM t") == [(7, 9)]

@@ -36,9 +36,9 @@ JVM = (HEAP + 400) * MIB
 GROWTH = {"driver": 40 * MIB, "reader": 40 * MIB + BATCH, "worker": 40 * MIB + BATCH}
 
 NARROW = 5_000_000 if FULL else 600_000
-WIDE = 1000 if FULL else 120
+WIDE = 1000
 VALUE = (900 if FULL else 128) * MIB
-CASES = {"narrow rows": (NARROW, 2), "wide values": (WIDE, 32768)}
+CASES = {"narrow rows": (NARROW, 2)} | ({"wide values": (WIDE, 32768)} if FULL else {})
 """How many rows there are, and how often 32 bytes are repeated in each."""
 
 

@@ -217,9 +217,9 @@ def test_a_seed_determines_transactions() -> None:
 
 @pytest.mark.spark
 @pytest.mark.timeout(1800)
-# Chosen for their first steps, which are few and among the gravest; the nemesis has the time for them that it needs.
-@pytest.mark.parametrize(("seed", "mode"), [(17167, "mirror"), (49717, "changelog")])
-def test_a_seed(seed: int, mode: str, server_directory: Path) -> None:
+def test_a_seed(server_directory: Path) -> None:
+    """Its first steps are few and among the gravest; the nemesis has the time for them that it needs."""
+    seed, mode = 17167, "mirror"
     lines: list[str] = []
     directory = server_directory / f"torture-{seed}"
     directory.mkdir()

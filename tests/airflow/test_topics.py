@@ -20,18 +20,7 @@ from tests.topics import TopicsPipeline, moments
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
 
-COPY, VERIFY, DROP = "cdc_topics", "topics_verify", "cdc_drop"
-DAGS = """
-from airflow.sdk import DAG
-
-from airflow_cdc_provider import cdc_dag
-from airflow_cdc_provider.operators.pipeline import CdcVerifyOperator
-
-copy = cdc_dag("PIPELINE", dag_id="cdc_topics")
-
-with DAG("topics_verify", default_args={"pipeline": "PIPELINE"}):
-    CdcVerifyOperator(task_id="verify")
-"""
+COPY, VERIFY, DROP = "cdc_pipeline", "cdc_verify", "cdc_drop"
 
 
 @pytest.fixture
@@ -54,7 +43,6 @@ def pipeline(
         shown = airflow.pipelines / "topics.yaml"
         shown.symlink_to(pipeline.file)
         ended.callback(shown.unlink)
-        airflow.add_dag("topics", DAGS.replace("PIPELINE", str(pipeline.file)))
         yield pipeline
 
 
@@ -63,17 +51,21 @@ def test_topics_are_read_and_compared_and_shown(
 ) -> None:
     for start in (0, 4):
         pipeline.send(*({"id": key, "at": at, "value": 1} for at in moments([start, start + 1]) for key in "ab"))
-        airflow.succeed(COPY, client.trigger(COPY))
+    given = {"pipeline": str(pipeline.file)}
+    copied = client.trigger(COPY, given | {"until": "caught-up", "groups": 1})
+    airflow.succeed(COPY, copied)
+    assert {client.state(COPY, copied, task) for task in ("provision", "stream", "verify")} == {"success"}
+    assert client.state(COPY, copied, "slot_progress") == "skipped"
     assert pipeline.target_rows("SELECT id, sum(total) FROM t GROUP BY 1 ORDER BY 1") == [("a", 4), ("b", 4)]
     with browser.look(f"plugin/cdc?pipeline={pipeline.name}") as page:
         page.get_by_text("public.t").first.wait_for()
         page.get_by_text("stopped", exact=True).wait_for()
 
     pipeline.target("UPDATE t SET total = 9 WHERE id = 'b'")
-    run = client.trigger(VERIFY)
-    airflow.await_state(VERIFY, run, "verify", "failed")
+    compared = client.trigger(VERIFY, given)
+    airflow.await_state(VERIFY, compared, "verify", "failed")
 
-    ended = client.trigger(DROP, {"pipeline": str(pipeline.file)})
-    airflow.answer(DROP, ended, "Approve")
-    airflow.succeed(DROP, ended)
+    dropped = client.trigger(DROP, given)
+    airflow.answer(DROP, dropped, "Approve")
+    airflow.succeed(DROP, dropped)
     assert not pipeline.state.exists()
