@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Consumer
+from confluent_kafka import Consumer, TopicPartition
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer
@@ -140,8 +140,13 @@ def consume_plainly(pipeline: TopicsPipeline) -> None:
         "enable.auto.commit": False,
     }
     with closing(Consumer(conf)) as consumer, psycopg.connect(pipeline.databases.target, autocommit=True) as target:
-        consumer.subscribe([pipeline.topic])
-        batch = consumer.consume(20, SECONDS / 10)
+        place = TopicPartition(pipeline.topic, 0)
+        [committed] = consumer.committed([place], SECONDS)
+        first, end = consumer.get_watermark_offsets(place, SECONDS)
+        start = max(first, committed.offset)
+        consumer.assign([TopicPartition(pipeline.topic, 0, start)])
+        batch = consumer.consume(end - start, SECONDS) if start < end else []
+        assert len(batch) == end - start
         if batch:
             consumer.commit(asynchronous=False)
         for message in batch:

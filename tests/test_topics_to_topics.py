@@ -97,8 +97,8 @@ def test_a_broker_that_restarts_and_partitions_that_are_added_lose_and_repeat_no
     copy.broker.restart("kill")
     copy.send(*({"id": n} for n in range(20, 30)))
     running.until(lambda: sum(copy.offsets().values()) >= 30, "the last message")
-    grown = AdminClient({"bootstrap.servers": copy.broker.brokers}).create_partitions([NewPartitions(copy.topic, 5)])
-    grown[copy.topic].result(PATIENCE)
+    admin = AdminClient({"bootstrap.servers": copy.broker.brokers})  # which has to live until they are there
+    admin.create_partitions([NewPartitions(copy.topic, 5)])[copy.topic].result(PATIENCE)
     copy.send(*({"id": n} for n in range(30, 60)))
     running.until(lambda: sum(copy.offsets().values()) >= 60, "the last message of all partitions")
     copy.run("stop")

@@ -155,7 +155,10 @@ class Section:
                 f"Keep one of {self._full(instead)} and {self._full('conn_id')}.",
             )
         if not (self._values.get("conn_id") or self._values.get(instead)):
-            raise ConfigError(f"{self._full(instead)} is missing from the pipeline file", "Add it, or a conn_id.")
+            raise ConfigError(
+                f"{self._full(instead)} is missing from the pipeline file",
+                f"Add the key `{self._full(instead)}`, or `{self._full('conn_id')}`.",
+            )
         if "conn_id" not in self._values:
             return None
         conn_id = self.take("conn_id", as_text)

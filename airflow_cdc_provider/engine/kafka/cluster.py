@@ -119,12 +119,7 @@ class Cluster:
         return {**dict(self.properties), "bootstrap.servers": self.brokers, "logger": _log, **named}
 
     @property
-    def admin(self) -> AdminClient:
-        """The client for administration that this process keeps."""
-        return self._kept_admin.client
-
-    @property
-    def _kept_admin(self) -> _Admin:
+    def _admin(self) -> _Admin:
         key = (os.getpid(), self)
         if key not in _admins:
             heard: list[KafkaError] = []
@@ -134,11 +129,11 @@ class Cluster:
 
     def id(self) -> str:
         """What the cluster calls itself, wherever it is."""
-        return str(self._ask(lambda: self.admin.describe_cluster(request_timeout=REQUEST_SECONDS).result()).cluster_id)
+        return str(self._ask(lambda admin: admin.describe_cluster(request_timeout=REQUEST_SECONDS).result()).cluster_id)
 
     def topics(self) -> list[str]:
         """The names of all topics that we may see."""
-        return sorted(self._ask(lambda: self.admin.list_topics(timeout=REQUEST_SECONDS)).topics)
+        return sorted(self._ask(lambda admin: admin.list_topics(timeout=REQUEST_SECONDS)).topics)
 
     def topic(self, name: str) -> Topic | None:
         """A topic; ``None`` when there is none of that name."""
@@ -147,8 +142,8 @@ class Cluster:
     def described(self, names: Collection[str]) -> dict[str, Topic]:
         """Of some topics those that are there, by name."""
 
-        def ask() -> dict[str, Topic]:
-            asked = self.admin.describe_topics(TopicCollection(list(names)), request_timeout=REQUEST_SECONDS)
+        def ask(admin: AdminClient) -> dict[str, Topic]:
+            asked = admin.describe_topics(TopicCollection(list(names)), request_timeout=REQUEST_SECONDS)
             answers = {name: _unless(_UNKNOWN, each) for name, each in asked.items()}
             there = {name: found for name, found in answers.items() if found is not None}
             return {name: Topic(name, str(found.topic_id), len(found.partitions)) for name, found in there.items()}
@@ -171,8 +166,8 @@ class Cluster:
     def _make(self, topics: list[NewTopic]) -> None:
         """Make topics; one that is there was made, or is being removed, this moment."""
 
-        def ask() -> None:
-            for each in self.admin.create_topics(topics, request_timeout=REQUEST_SECONDS).values():
+        def ask(admin: AdminClient) -> None:
+            for each in admin.create_topics(topics, request_timeout=REQUEST_SECONDS).values():
                 _unless((KafkaError.TOPIC_ALREADY_EXISTS,), each)
 
         self._ask(ask)
@@ -185,7 +180,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ConnectionFailed(f"the topic {name} on {self.brokers} was removed, and is there", _LOOK_AGAIN)
             self._ask(
-                lambda: _unless(_UNKNOWN, self.admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name])
+                lambda admin: _unless(_UNKNOWN, admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name])
             )
 
     def truncate(self, topic: str, before: Mapping[int, int]) -> None:
@@ -195,7 +190,7 @@ class Cluster:
         """
         wanted = [TopicPartition(topic, partition, offset) for partition, offset in before.items()]
         if wanted:
-            self._ask(lambda: _all(self.admin.delete_records(wanted, request_timeout=REQUEST_SECONDS)))
+            self._ask(lambda admin: _all(admin.delete_records(wanted, request_timeout=REQUEST_SECONDS)))
 
     def first(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """The offsets of the first messages that are there."""
@@ -223,38 +218,35 @@ class Cluster:
         found: dict[str, dict[int, int]] = defaultdict(dict)
         wanted = {TopicPartition(*place): which for place in places}
         options = {"isolation_level": isolation, "request_timeout": REQUEST_SECONDS}
-        answers = self._ask(lambda: _all(self.admin.list_offsets(wanted, **options))) if wanted else {}
+        answers = self._ask(lambda admin: _all(admin.list_offsets(wanted, **options))) if wanted else {}
         for place, answer in answers.items():
             found[place.topic][place.partition] = answer.offset
         return found
 
     def broker_setting(self, name: str) -> str | None:
         """What a broker is set to; ``None`` when it does not say."""
-        described = self._ask(lambda: self.admin.describe_cluster(request_timeout=REQUEST_SECONDS).result())
+        described = self._ask(lambda admin: admin.describe_cluster(request_timeout=REQUEST_SECONDS).result())
         resource = ConfigResource(ResourceType.BROKER, str(described.nodes[0].id))
-        found = self._ask(lambda: _all(self.admin.describe_configs([resource], request_timeout=REQUEST_SECONDS)))
+        found = self._ask(lambda admin: _all(admin.describe_configs([resource], request_timeout=REQUEST_SECONDS)))
         entry = found[resource].get(name)
         return None if entry is None else str(entry.value)
 
-    def _ask(self, ask: Callable[[], Any]) -> Any:
-        """Ask the brokers something; again, with a client that knows nothing yet, while they are about to change."""
+    def _ask(self, ask: Callable[[AdminClient], Any]) -> Any:
+        """Ask the brokers something; again, with a client that knows nothing yet, while they are about to change.
+
+        :param ask: takes the client for administration that this process keeps, which outlives what it has asked.
+        """
         deadline = time.monotonic() + REQUEST_SECONDS
         while True:
+            kept = self._admin
             try:
-                return ask()
+                return ask(kept.client)
             except KafkaException as e:
-                error = self._refused_login() or e.args[0]
+                error = kept.refused_login() or e.args[0]
                 if error.code() not in _PASSING or time.monotonic() > deadline:
                     raise self.failure(error, "it refuses a request") from e
             _admins.pop((os.getpid(), self), None)
             time.sleep(_LOOK_SECONDS)
-
-    def _refused_login(self) -> KafkaError | None:
-        """What a broker has said to our login, which a request that it does not answer then does not tell."""
-        kept = self._kept_admin
-        while kept.client.poll(0):
-            pass
-        return next((error for error in kept.heard if error.code() in _LOGIN), None)
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -386,6 +378,12 @@ class _Admin:
 
     client: AdminClient
     heard: list[KafkaError]
+
+    def refused_login(self) -> KafkaError | None:
+        """What a broker has said to our login, which a request that it does not answer then does not tell."""
+        while self.client.poll(0):
+            pass
+        return next((error for error in self.heard if error.code() in _LOGIN), None)
 
 
 _admins: dict[tuple[int, Cluster], _Admin] = {}

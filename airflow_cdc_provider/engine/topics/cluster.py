@@ -30,22 +30,25 @@ class Topics:
         """The topics that the source names.
 
         :raises ConfigError: when one is not there, or none matches.
+        :raises MissingPrivilege: when one may not be described, which hides it from what the brokers list.
         """
-        there = self.cluster.topics()
         names: Sequence[str] = self.source.topics
         if self.source.pattern:
             # As Kafka's consumer has it: topics of its own are left out unless they are named.
-            names = [name for name in there if re.fullmatch(self.source.pattern, name) and name[:2] != "__"]
-        lacking = [name for name in names if name not in there]
-        if lacking or not names:
-            shown = ", ".join(name for name in there if name[:2] != "__")
+            names = [name for name in self._listed() if re.fullmatch(self.source.pattern, name)]
+        found = self.described(names)
+        lacking = sorted({*names} - {topic.name for topic in found})
+        if lacking or not found:
             raise ConfigError(
                 f"source.topics: {self.source.brokers} has no topic {', '.join(lacking)}"
                 if lacking
                 else f"source.pattern: {self.source.brokers} has no topic that matches {self.source.pattern}",
-                f"Create it, or name some of: {shown or 'none'}.",
+                f"Create it, or name some of: {', '.join(self._listed()) or 'none'}.",
             )
-        return self.described(names)
+        return found
+
+    def _listed(self) -> list[str]:
+        return [name for name in self.cluster.topics() if name[:2] != "__"]
 
     def described(self, names: Collection[str]) -> tuple[Topic, ...]:
         """Topics that are there, of some names."""
