@@ -161,6 +161,7 @@ def test_verify_returns_equal_tables(commands: Commands, pipeline: str) -> None:
             {"applied_lsn": "0/16B3748", "changes": 1200, "rows_per_second": 0, "lag_bytes": 3 << 20, "lag_seconds": 2},
             "1,200 changes applied up to 0/16B3748, lag 3.0 MiB / 2.0 s",
         ),
+        ({"lag_bytes": None, "lag_messages": 1500}, "lag 1,500 messages"),
         (
             {"restart": {"attempt": 2, "of": 20, "error": {"message": "the sink is gone"}}},
             "attempt 2 of 20 follows: the sink is gone",

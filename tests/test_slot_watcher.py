@@ -149,13 +149,18 @@ def test_a_poll_tells_airflows_metrics(databases: Databases, slot: str, listener
 
 def test_a_jobs_progress_as_metrics(listener: socket.socket) -> None:
     progress = {"lag_bytes": 7, "lag_seconds": 0.5, "rows_per_second": 9, "chunks": 4, "finished": 1, "restart": {}}
-    stream = {"batch_seconds": 2.5, "acknowledgement_seconds": None, "slot": {"retained_bytes": 8, "active": True}}
+    stream = {
+        "batch_seconds": 2.5,
+        "lag_messages": 3,
+        "acknowledgement_seconds": None,
+        "slot": {"retained_bytes": 8, "active": True},
+    }
     metrics.report_pipeline("shop", progress | stream)
 
-    sent = received(listener, 14)
+    sent = received(listener, 16)
 
     names = {"lag_bytes": 7, "lag_seconds": 0.5, "rows_per_second": 9, "chunks": 4, "chunks_finished": 1}
-    names |= {"batch_seconds": 2.5, "retained_bytes": 8}
+    names |= {"batch_seconds": 2.5, "lag_messages": 3, "retained_bytes": 8}
     wanted = {f"cdc.pipeline.{name}": f"{value}|g" for name, value in names.items()}
     tagged = {f"{name},pipeline=shop": value for name, value in wanted.items()}
     assert sent == tagged | {f"{name}.shop": value for name, value in wanted.items()}

@@ -46,6 +46,7 @@ def test_a_login_is_used_by_all_and_shown_by_none(databases: Databases, server_d
         events = tmp_path / "events"
         events.mkdir()
         conf = {"spark.eventLog.enabled": "true", "spark.eventLog.dir": f"file://{events}", "spark.log.level": "INFO"}
+        conf |= {"spark.eventLog.compress": "false"}  # to be searched
         pipeline.change(spark={"conf": {**pipeline.document["spark"]["conf"], **conf}})
         pipeline.send({"id": 1}, b"bad")
         outcome = pipeline.run("run")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _GAUGES = {
     "lag_bytes": "Bytes of log between the applied LSN and the end of the log at the last look.",
+    "lag_messages": "Messages of topics that had not been read at the last look.",
     "lag_seconds": "Seconds since the sink last advanced, while there is a lag.",
     "acknowledgement_seconds": "Seconds since the slot was first seen where it is.",
     "rows_per_second": "Rows, or changes, a second of the time that the job has worked.",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _PIPELINE_GAUGES = {
     "lag_bytes": "lag_bytes",
+    "lag_messages": "lag_messages",
     "lag_seconds": "lag_seconds",
     "rows_per_second": "rows_per_second",
     "chunks": "chunks",
@@ -66,8 +67,8 @@ class SlotMetrics:
 def report_pipeline(pipeline: str, progress: Mapping[str, Any]) -> None:
     """Send what a job's progress says of a pipeline; what it does not say is left out.
 
-    Gauges: ``cdc.pipeline.lag_bytes``, ``lag_seconds``, ``rows_per_second``, ``chunks``, ``chunks_finished``,
-    ``batch_seconds``, ``acknowledgement_age`` and ``retained_bytes``.
+    Gauges: ``cdc.pipeline.lag_bytes``, ``lag_messages``, ``lag_seconds``, ``rows_per_second``, ``chunks``,
+    ``chunks_finished``, ``batch_seconds``, ``acknowledgement_age`` and ``retained_bytes``.
 
     :param pipeline: its name, which becomes the tag ``pipeline``.
     :param progress: as a heartbeat has it.

@@ -24,6 +24,7 @@ def progress_line(progress: Mapping[str, Any]) -> str:
         parts.append(f"{progress['rows_per_second']:,} rows/s")
     lag = [human_bytes(progress["lag_bytes"])] if progress.get("lag_bytes") is not None else []
     lag += [f"{progress['lag_seconds']:.1f} s"] if progress.get("lag_seconds") is not None else []
+    lag += [f"{progress['lag_messages']:,} messages"] if progress.get("lag_messages") is not None else []
     if lag:
         parts.append(f"lag {' / '.join(lag)}")
     return ", ".join(parts) or "nothing to report yet"

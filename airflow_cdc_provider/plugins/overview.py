@@ -75,6 +75,7 @@ def summarize(file: PipelineFile, report: Report, poll: Poll | None, now: float)
         "seen_at": max((beat.at for beat in report.beats), default=None),
         "rows_per_second": snapshot["rows_per_second"] if snapshot else last["rows_per_second"] if fresh else None,
         "lag_seconds": _progress(alive, "lag_seconds"),
+        "lag_messages": _progress(alive, "lag_messages"),
         "lag_bytes": slot["lag_bytes"] if slot and slot["lag_bytes"] is not None else _progress(alive, "lag_bytes"),
         "slot": slot,
         "trend": _trend([sample["retained_bytes"] for sample in samples if sample["retained_bytes"] is not None]),
@@ -93,7 +94,8 @@ def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) 
         return summary
     history = report.history or {"samples": [], "batches": [], "errors": []}
     return summary | {
-        "tables_captured": list(pipeline.captured),
+        "captured": list(pipeline.captured),
+        "reads_topics": pipeline.topics is not None,
         "sinks": [f"{sink.type} ({sink.mode})" for sink in pipeline.sinks],
         "series": _series(history["samples"]),
         "batches": history["batches"][::-1],

@@ -58,7 +58,8 @@ def test_topics_are_read_and_compared_and_shown(
     assert client.state(COPY, copied, "slot_progress") == "skipped"
     assert pipeline.target_rows("SELECT id, sum(total) FROM t GROUP BY 1 ORDER BY 1") == [("a", 4), ("b", 4)]
     with browser.look(f"plugin/cdc?pipeline={pipeline.name}") as page:
-        page.get_by_text("public.t").first.wait_for()
+        page.get_by_text(pipeline.topic).first.wait_for()
+        page.get_by_text("messages not read").wait_for()
         page.get_by_text("stopped", exact=True).wait_for()
 
     pipeline.target("UPDATE t SET total = 9 WHERE id = 'b'")

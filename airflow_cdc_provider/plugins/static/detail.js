@@ -42,7 +42,7 @@ export function Detail({ name, trail }) {
   );
 }
 
-const describeFile = ({ file, tables_captured: tables, sinks }) => `${file}${tables ? ` · ${tables.join(", ")} · ${sinks.join(", ")}` : ""}`;
+const describeFile = ({ file, captured, sinks }) => `${file}${captured ? ` · ${captured.join(", ")} · ${sinks.join(", ")}` : ""}`;
 
 function Troubles({ pipeline: { error, restart, waiting, slot, now } }) {
   const next = restart && `attempt ${restart.attempt} of ${restart.of} begins in ${duration(Math.max(0, restart.next_attempt_at - now))}`;
@@ -80,16 +80,16 @@ function Body({ pipeline, width }) {
   );
 }
 
-function Facts({ pipeline: { lag_bytes, lag_seconds, rows_per_second, slot, snapshot, batches, now } }) {
+function Facts({ pipeline: { lag_bytes, lag_messages, lag_seconds, reads_topics, rows_per_second, slot, snapshot, batches, now } }) {
   const [batch] = batches;
   const facts = [
-    ["Lag", bytes(lag_bytes), lag_seconds == null ? "of log not applied" : `${duration(lag_seconds)} behind`],
+    reads_topics ? ["Lag", count(lag_messages), "messages not read"] : ["Lag", bytes(lag_bytes), lag_seconds == null ? "of log not applied" : `${duration(lag_seconds)} behind`],
     ["Rows/s", count(rows_per_second ?? snapshot?.rows_per_second), snapshot ? "copied" : "applied"],
-    ["Retained WAL", bytes(slot?.retained_bytes), slot?.budget_bytes ? `budget ${bytes(slot.budget_bytes)}, then ${slot.budget_action}` : "on the source"],
+    !reads_topics && ["Retained WAL", bytes(slot?.retained_bytes), slot?.budget_bytes ? `budget ${bytes(slot.budget_bytes)}, then ${slot.budget_action}` : "on the source"],
     snapshot
       ? ["Snapshot", `${snapshot.finished} of ${snapshot.chunks}`, snapshot.eta == null ? "chunks" : `chunks, ${duration(snapshot.eta)} left`]
       : ["Last batch", count(batch?.changes), batch ? `changes in ${duration(batch.seconds)}, ${ago(batch.at, now)}` : "none yet"],
-  ];
+  ].filter(Boolean);
   return h(
     SimpleGrid,
     { gap: 3, minChildWidth: "125px" },

@@ -14,7 +14,7 @@ const GROUPS = { attention: "Need attention", running: "Running", idle: "Idle" }
 const COLUMNS = [
   { key: "name", title: "Pipeline", of: (p) => p.name },
   { key: "state", title: "State", of: urgency },
-  { key: "lag", title: "Lag", of: (p) => p.lag_bytes, number: true },
+  { key: "lag", title: "Lag", of: (p) => p.lag_messages ?? p.lag_bytes, number: true },
   { key: "rate", title: "Rows/s", of: (p) => p.rows_per_second, number: true },
   { key: "retained", title: "Retained WAL", of: (p) => p.slot?.retained_bytes, number: true },
   { key: "seen", title: "Last seen", of: (p) => p.seen_at, number: true },
@@ -105,7 +105,7 @@ function Lines({ pipelines, now, to, order, setOrder }) {
           { key: p.file },
           h(Table.Cell, { maxWidth: "360px" }, h(Name, { pipeline: p, to }), h(Remark, { pipeline: p })),
           h(Table.Cell, null, h(StateBadge, { state: p.state }), h(SnapshotProgress, { snapshot: p.snapshot })),
-          h(Table.Cell, { textAlign: "end", whiteSpace: "nowrap" }, bytes(p.lag_bytes), p.lag_seconds != null && h(Text, { color: "fg.muted", fontSize: "xs" }, duration(p.lag_seconds))),
+          h(Table.Cell, { textAlign: "end", whiteSpace: "nowrap" }, lagSize(p), p.lag_seconds != null && h(Text, { color: "fg.muted", fontSize: "xs" }, duration(p.lag_seconds))),
           h(Table.Cell, { textAlign: "end" }, count(p.rows_per_second)),
           h(Table.Cell, { textAlign: "end" }, h(Retained, { pipeline: p })),
           h(Table.Cell, { color: "fg.muted", textAlign: "end", whiteSpace: "nowrap" }, ago(p.seen_at, now)),
@@ -118,7 +118,7 @@ function Lines({ pipelines, now, to, order, setOrder }) {
 /** A pipeline on a phone. */
 function Line({ pipeline: p, now, to }) {
   const facts = [
-    p.lag_bytes != null && ["lag", `${bytes(p.lag_bytes)}${p.lag_seconds == null ? "" : ` · ${duration(p.lag_seconds)}`}`],
+    (p.lag_messages ?? p.lag_bytes) != null && ["lag", `${lagSize(p)}${p.lag_seconds == null ? "" : ` · ${duration(p.lag_seconds)}`}`],
     p.rows_per_second != null && ["rows/s", count(p.rows_per_second)],
     p.slot?.retained_bytes != null && ["retains", bytes(p.slot.retained_bytes)],
     !["streaming", "snapshotting"].includes(p.state) && p.seen_at != null && ["seen", ago(p.seen_at, now)],
@@ -138,6 +138,8 @@ function Line({ pipeline: p, now, to }) {
     h(SnapshotProgress, { snapshot: p.snapshot }),
   );
 }
+
+const lagSize = (p) => (p.lag_messages == null ? bytes(p.lag_bytes) : `${count(p.lag_messages)} messages`);
 
 const Name = ({ pipeline, to }) =>
   h(
