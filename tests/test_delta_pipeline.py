@@ -123,12 +123,10 @@ def catalog(spark: SparkSession, tmp_path: Path) -> Iterator[str]:
     spark.sql("DROP SCHEMA public CASCADE")
 
 
-@pytest.mark.parametrize("place", ["path", "catalog"])
 def test_ddl_is_followed_and_tables_are_read_again(
-    spark: SparkSession, databases: Databases, tmp_path: Path, request: pytest.FixtureRequest, place: str
+    spark: SparkSession, databases: Databases, tmp_path: Path, catalog: str
 ) -> None:
-    sink = {"catalog": request.getfixturevalue("catalog")} if place == "catalog" else {}
-    pipeline = pipeline_of(tmp_path, databases, ["public.t"], **sink)
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"], catalog=catalog)
     pipeline.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, a text, b int, n numeric(5,2))",
         "INSERT INTO public.t VALUES (1, 'x', 5, 1), (2, 'y', 6, 2)",
