@@ -83,7 +83,7 @@ def test_what_the_caller_says_wins(tmp_path: Path) -> None:
     [
         ("pipeline: [", "is not YAML at line 1", "Mend the file"),
         (PIPELINE.replace("mode: changelog", "mode: mirrored"), "sink.mode: 'mirrored' is not valid", "Give one of"),
-        (PIPELINE.replace("conn_id: dw_pg, ", ""), "sink.dsn is missing", "Add it, or a conn_id."),
+        (PIPELINE.replace("conn_id: dw_pg, ", ""), "sink.dsn is missing", "Add the key `sink.dsn`, or `sink.conn_id`."),
         (PIPELINE.replace("pipeline: shop", 'pipeline: "${SITE}"'), "variable SITE, which is not set", "Set SITE"),
     ],
 )
