@@ -155,11 +155,11 @@ def test_a_batch_that_the_heap_cannot_hold_ends_the_job(pipeline: PipelineUnderT
     pipeline.change(spark={"conf": {**conf, "spark.driver.memory": "480m"}}, stream={"max_batch_bytes": 1 << 30})
     pipeline.provision()
     pipeline.copy()
-    pipeline.source("INSERT INTO public.t SELECT n, repeat(md5('1'), 1 << 15) FROM generate_series(1, 500) n")
+    pipeline.source("INSERT INTO public.t SELECT n, repeat(md5('1'), 1 << 15) FROM generate_series(1, 400) n")
     failed = pipeline.start("stream", "--until", "caught-up", "--json").wait(SECONDS)
     assert failed.code == 1, failed.stderr[-4000:]
     assert failed.json["error"]["kind"] == "SparkLost"
-    pipeline.change(spark={"conf": conf}, stream={"max_batch_bytes": 16 << 20})
+    pipeline.change(spark={"conf": conf}, stream={"max_batch_bytes": BATCH})
     stream_until_caught_up(pipeline)
     query = "SELECT id, length(v), md5(v) FROM public.t"
     assert pipeline.target_rows(query) == pipeline.source_rows(query) != []

@@ -26,6 +26,7 @@ from airflow_cdc_provider.engine.drift import look
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.evolution import Refuse, decide
+from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.grid import Place, ranges
 from airflow_cdc_provider.engine.groups import Range
 from airflow_cdc_provider.engine.origin import Origin
@@ -33,7 +34,6 @@ from airflow_cdc_provider.engine.reading import Read, SnapshotReader, plan_read
 from airflow_cdc_provider.engine.reread import adopt, insist, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Record, Sink, Target
-from airflow_cdc_provider.engine.workers import spare_modules
 
 _POLL_SECONDS = 1.0
 

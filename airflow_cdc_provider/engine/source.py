@@ -44,12 +44,12 @@ from pyspark.sql.types import StructType
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
 from airflow_cdc_provider.engine.sinks.base import Sink
 from airflow_cdc_provider.engine.table import human_bytes
 from airflow_cdc_provider.engine.wal import WalReader
-from airflow_cdc_provider.engine.workers import spare_modules
 
 SCHEMA = "start string, end string, index int, piece binary, deposit string"
 

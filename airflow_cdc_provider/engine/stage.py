@@ -22,9 +22,9 @@ from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, k
 from airflow_cdc_provider.engine.effects import TableFilter, between, effects
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
+from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Target
-from airflow_cdc_provider.engine.workers import spare_modules
 
 END = (1 << 63) - 1
 """Beyond every LSN."""

@@ -26,6 +26,7 @@ from airflow_cdc_provider.engine.connection import Connection, connected, descri
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed, TableLocked
 from airflow_cdc_provider.engine.fanout import Fanout
+from airflow_cdc_provider.engine.garbage import release_batches, spare_modules
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.locks import naming_holders
 from airflow_cdc_provider.engine.lsn import format_lsn
@@ -186,6 +187,7 @@ class StreamJob:
 
     def _start(self) -> StreamingQuery:
         self._sweep()
+        spare_modules()
         self._spark.dataSource.register(postgres_cdc(self._source_options()))
         pieces = self._spark.readStream.format("postgres_cdc").load()
         return (
@@ -256,6 +258,7 @@ class StreamJob:
         with self._unit:
             if self._stopped:
                 raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
+            release_batches()
             try:
                 if self._seen is not None:
                     self._units.note(self._seen)

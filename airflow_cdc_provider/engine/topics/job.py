@@ -21,6 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed, StreamFailed
+from airflow_cdc_provider.engine.garbage import release_batches, spare_modules
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.stream import StreamProgress
@@ -126,6 +127,7 @@ class TopicJob:
             base = position.applied
         self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint)
         self._lag = behind(position.offsets, ends)
+        spare_modules()
         # New partitions, and topics that a pattern matches by now, are read from their beginning.
         starting = with_all(position.offsets, self._topics.named(), lambda topic, partition: _EARLIEST)
         rows = result(self._spark, self._source, messages.raw_stream(self._spark, self._source, starting))
@@ -198,6 +200,7 @@ class TopicJob:
         with self._unit:
             if self._stopped:
                 raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
+            release_batches()
             try:
                 self._units.bring(rows, batch)
             except CdcError as e:

@@ -22,9 +22,9 @@ from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.effects import ERASED, OP, Effect
 from airflow_cdc_provider.engine.errors import CdcError, ValueRefused
+from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.sinks.base import Sink, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, to_texts
-from airflow_cdc_provider.engine.workers import spare_modules
 
 RESULT_OP = "_op"
 """The column of the result that says what has been done to a row, see :data:`.messages.OP`."""

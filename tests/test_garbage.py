@@ -1,25 +1,28 @@
-"""What Spark's Python workers keep from one task to the next."""
+"""What workers of Spark keep from one task to the next, and its driver of one batch in another."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from pyspark.sql import DataFrame
 
-from airflow_cdc_provider.engine import commands, workers
+from airflow_cdc_provider.engine import commands, garbage
 from airflow_cdc_provider.engine.errors import Fenced
 from airflow_cdc_provider.engine.source import PiecePartition, SlotStreamReader
 from airflow_cdc_provider.engine.stage import Stage
+from airflow_cdc_provider.engine.stream import StreamJob
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, copy_chunk_of
 
 
 @pytest.fixture(autouse=True)
 def new_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(workers, "_spared", False)
+    monkeypatch.setattr(garbage, "_spared", False)
     gc.unfreeze()  # what a test before has spared in this process
     yield
     gc.unfreeze()
@@ -54,3 +57,35 @@ def test_a_chunk_that_fails_leaves_its_traceback_to_be_collected(databases: Data
     assert gc.get_freeze_count() == 0
     assert copy_chunk_of(pipeline.pipeline, chunk, epoch) == 1
     assert gc.get_freeze_count() > 0
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+def test_batches_that_are_done_leave_the_jvm(
+    databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver holds nothing by which the JVM would keep their messages, however long Python collects nothing."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], stream={"max_batch_bytes": 1 << 16})
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, v text)")
+    pipeline.provision()
+    pipeline.copy()
+    for n in range(8):
+        pipeline.source(f"INSERT INTO public.t VALUES ({n}, repeat('-', 1 << 16))")
+    batches: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    bring = StreamJob._batch
+
+    def counted(self: StreamJob, pieces: DataFrame, batch: int) -> None:
+        batches.append(weakref.ref(pieces._jdf))
+        bring(self, pieces, batch)
+        alive.append(sum(batch() is not None for batch in batches))
+
+    monkeypatch.setattr(StreamJob, "_batch", counted)
+    gc.disable()
+    try:
+        commands.stream(pipeline.pipeline, until="caught-up")
+    finally:
+        gc.enable()
+    assert len(alive) > 5
+    assert set(alive) == {1}
+    assert pipeline.target_rows("SELECT count(*) FROM public.t") == [(8,)]
