@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ def test_each_change_is_consumed_once_beside_the_snapshot(pipeline: KafkaPipelin
     pipeline.apply()
     assert_consumed_once(pipeline)
     pipeline.assert_verified()
+    (table,) = commands.verify(pipeline.pipeline)["tables"]
+    messages = consumed(pipeline.cluster, pipeline.topic())
+    assert [(each["partition"], each["messages"], each["keys"]) for each in table["ranges"]] == [
+        (p, len(keys), sum(map(zlib.crc32, keys)))
+        for p in range(3)
+        for keys in [[message.key or b"" for message in messages if message.partition == p]]
+    ]
 
 
 def test_the_messages_of_a_key_stand_in_one_partition_in_their_order(pipeline: KafkaPipeline) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from confluent_kafka.admin import AdminClient
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.errors import UnknownTable
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS
+from tests.kafka_sink import consumed
 from tests.test_topics_pipeline import CLICKS, ORDERS, SUMS
 from tests.test_topics_to_topics import VALID, VISITS, TopicsToTopic
 from tests.topics import TopicsPipeline, moments
@@ -35,6 +39,15 @@ def found(result: dict[str, Any]) -> set[tuple[str, str]]:
     return {(each["kind"], next(iter(each["key"].values()))) for t in result["tables"] for each in t["differences"]}
 
 
+def counted_again(ranges: Sequence[Mapping[str, Any]], brokers: str, topic: str) -> None:
+    """Hold ranges of offsets against what a plain consumer gets there."""
+    received = consumed(Cluster(brokers), topic)
+    for each in ranges:
+        there = [m for m in received if m.partition == each["partition"] and each["begin"] <= m.offset < each["end"]]
+        keys = sum(zlib.crc32(message.key or b"") for message in there)
+        assert (each["topic"], each["messages"], each["keys"]) == (topic, len(there), keys)
+
+
 def test_a_mirror_and_what_differs_in_it(orders: TopicsPipeline) -> None:
     orders.send(*({"id": n % 10, "amount": f"{n}.50", "note": f"ü{n}"} for n in range(40)), {"id": 77})
     orders.catch_up()
@@ -43,6 +56,8 @@ def test_a_mirror_and_what_differs_in_it(orders: TopicsPipeline) -> None:
     assert result["equal"]
     (table,) = result["tables"]
     assert (table["table"], table["source_rows"], table["target_rows"]) == ("public.t", 11, 11)
+    counted_again(result["ranges"], orders.broker.brokers, orders.topic)
+    assert {str(each["partition"]): each["end"] for each in result["ranges"]} == orders.offsets()
     assert sum(each["messages"] for each in result["ranges"]) == 41
     assert (result["lag_messages"], result["begins_late"], result["live"]) == (1, False, False)
 
@@ -102,7 +117,11 @@ def test_windows_that_are_told_once_closed(databases: Databases, kafka: KafkaSer
         pipeline.catch_up()
     assert len(pipeline.received()) == 2
     result = verified(pipeline)
-    assert (result["equal"], result["tables"][0]["source_rows"]) == (True, 2)
+    (table,) = result["tables"]
+    assert (result["equal"], table["source_rows"]) == (True, 2)
+    counted_again(result["ranges"], pipeline.broker.brokers, pipeline.topic)
+    counted_again(table["ranges"], pipeline.broker.brokers, f"{pipeline.out}.t")
+    assert sum(each["messages"] for each in table["ranges"]) == 2
 
 
 def test_updates_of_debezium_s_add_up(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:

@@ -420,9 +420,10 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
             targets = existing_record(branch).targets
             compared = [t for t in targets if t.table.key or branch.sink.mode == "mirror"]
             not_compared |= {t.table.label for t in targets} - {t.table.label for t in compared}
-            found = compare(source, compared, sink_of(branch).compared, _LiveStream(branch) if live else None, tell)
-            sink = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
-            results += [result.as_dict() | sink for result in found]
+            sink = sink_of(branch)
+            found = compare(source, compared, sink.compared, _LiveStream(branch) if live else None, tell)
+            place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
+            results += [one.as_dict(sink, target) | place for one, target in zip(found, compared, strict=True)]
     return {
         "equal": all(result["equal"] for result in results),
         "tables": results,

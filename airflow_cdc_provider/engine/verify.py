@@ -22,13 +22,13 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from airflow_cdc_provider.engine.connection import Connection, scalar
 from airflow_cdc_provider.engine.errors import StreamFailed
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sides import UNKNOWN, Entry, Key, Side, Sides
-from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.base import Sink, Target
 
 NAMED = 1000  # differences named a table; more are only counted
 ROUNDS = 20
@@ -46,6 +46,21 @@ class Live(Protocol):
 
     def passed(self, lsn: int, timeout: float) -> bool:
         """Wait until the sink's applied LSN is at least ``lsn``; False when ``timeout`` seconds were too few."""
+
+
+class Countable(Protocol):
+    """What a store holds between two of the numbers that it gives."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The range as JSON values."""
+
+
+@runtime_checkable
+class Numbered(Protocol):
+    """A sink whose store numbers what it holds, as Kafka does."""
+
+    def ranges(self, target: Target) -> Sequence[Countable]:
+        """What of a target is ours and visible to readers, in the ranges of its numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +95,15 @@ class TableResult:
     unsettled: int
     difference_count: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """The table's object in the ``--json`` output of ``verify``."""
-        return asdict(self) | {"differences": [asdict(difference) for difference in self.differences]}
+    def as_dict(self, sink: Sink, target: Target) -> dict[str, Any]:
+        """The table's object in the ``--json`` output of ``verify``.
+
+        :param sink: in which the target was compared.
+        """
+        values = asdict(self) | {"differences": [asdict(difference) for difference in self.differences]}
+        return values | (
+            {"ranges": [each.as_dict() for each in sink.ranges(target)]} if isinstance(sink, Numbered) else {}
+        )
 
 
 def compare(

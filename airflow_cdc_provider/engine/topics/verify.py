@@ -25,9 +25,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as f
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import UnknownTable
+from airflow_cdc_provider.engine.kafka.ranges import MessageRange
 from airflow_cdc_provider.engine.row_side import Rowset, RowSide, changelog_rows, keyed_rows, mirror_rows
 from airflow_cdc_provider.engine.run import existing_record, sink_of
 from airflow_cdc_provider.engine.session import spark_session
@@ -53,8 +55,8 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
     """Compare the result of the query with what the sinks have, see :func:`.commands.verify`.
 
     :param live: a stream runs.
-    :returns: also ``ranges``: ``topic``, ``partition``, the offsets ``begin`` and ``end``, and how many ``messages`` of
-        them were compared; and ``begins_late``, whether retention has removed some that had been read.
+    :returns: also ``ranges``, the messages that were compared, see :class:`.MessageRange`; and ``begins_late``, whether
+        retention has removed some that had been read.
     """
     assert pipeline.topics is not None
     topics = Topics(pipeline.topics)
@@ -75,7 +77,8 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
             until = topics.ends if live else partial(_read, branch)
             opened = partial(_sides, branch, replace(replay, until=until), way)
             (found,) = compare_sides([target], opened, catch_up, report)
-            tables.append(found.as_dict() | ({"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}))
+            place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
+            tables.append(found.as_dict(sink_of(branch), target) | place)
         ranges = replay.ranges(slowest.offsets)
     return {
         "equal": all(table["equal"] for table in tables),
@@ -84,7 +87,7 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
         "lag_bytes": None,
         "lag_messages": behind(slowest.offsets, topics.ends()),
         "not_compared": sorted(not_compared),
-        "ranges": ranges,
+        "ranges": [each.as_dict() for each in ranges],
         "begins_late": replay.late,
     }
 
@@ -162,13 +165,14 @@ class Replay:
         columns = [column.name for column in table.columns]
         yield from texts.select(names).rename_columns(columns).combine_chunks().to_batches()
 
-    def ranges(self, end: Offsets) -> list[dict[str, Any]]:
+    def ranges(self, end: Offsets) -> list[MessageRange]:
         """The messages of each partition that have been read."""
         raw = messages.raw_range(self.spark, self.source, self.first, end)
-        counts = {(row[0], str(row[1])): row[2] for row in raw.groupBy("topic", "partition").count().collect()}
+        keys = f.sum(f.coalesce(f.crc32("key"), f.lit(0)))
+        counted = raw.groupBy("topic", "partition").agg(f.count("*"), keys).collect()
+        found = {(topic, str(p)): (count, total) for topic, p, count, total in counted}
         return [
-            {"topic": topic, "partition": int(p), "begin": self.first[topic][p], "end": offset}
-            | {"messages": counts.get((topic, p), 0)}
+            MessageRange(topic, int(p), self.first[topic][p], offset, *found.get((topic, p), (0, 0)))
             for topic, partitions in sorted(end.items())
             for p, offset in sorted(partitions.items(), key=lambda each: int(each[0]))
         ]

@@ -34,6 +34,7 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
+from airflow_cdc_provider.engine.kafka.ranges import MessageRange, ranges_of
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
@@ -604,9 +605,18 @@ class KafkaSink(ChangesRecord, AppendOnly):
         there = self.cluster.topic(self.topic_of(target))
         if there is None:
             return iter(())
+        return self._read(target, there, self._starts(target, there))
+
+    def ranges(self, target: Target) -> Sequence[MessageRange]:
+        """See :meth:`.Numbered.ranges`."""
+        there = self.cluster.topic(self.topic_of(target))
+        return [] if there is None else ranges_of(self.cluster, there, self._starts(target, there))
+
+    def _starts(self, target: Target, topic: Topic) -> dict[int, int]:
+        """By partition the offset from which on a target's topic is ours."""
         begins = (self._current() or {}).get("begins", {}).get(target.table.label)
-        offsets = begins["offsets"] if begins is not None and begins["id"] == there.id else []
-        return self._read(target, there, there.beginning | dict(enumerate(offsets)))
+        offsets = begins["offsets"] if begins is not None and begins["id"] == topic.id else []
+        return topic.beginning | dict(enumerate(offsets))
 
     def _read(self, target: Target, topic: Topic, starts: Mapping[int, int]) -> Iterator[pa.RecordBatch]:
         """The events of a target's topic from some offsets on, by partition."""
