@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.sinks.base import Sink, Target
 NAMED = 1000  # differences named a table; more are only counted
 ROUNDS = 20
 PASS_TIMEOUT = 600.0
+_BREAK_OFF_SECONDS = 0.1
 
 T = TypeVar("T")
 Kind = Literal["missing", "extra", "different"]
@@ -259,8 +260,10 @@ def _both(sides: Sides, ask: Callable[[Side], T]) -> list[T]:
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
         except BaseException:
-            for side in (sides.source, sides.target):  # the other may scan for long
-                side.cancel()
+            # The other may scan for long. One that has not begun to has nothing to break off yet, so it is told again.
+            while wait(futures, _BREAK_OFF_SECONDS).not_done:
+                for side in (sides.source, sides.target):
+                    side.cancel()
             raise
         return [future.result() for future in futures]
 
