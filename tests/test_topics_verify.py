@@ -13,8 +13,11 @@ from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.errors import UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.topics.query import Shape
+from airflow_cdc_provider.engine.topics.verify import _way_of
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS
 from tests.kafka_sink import consumed
@@ -122,6 +125,38 @@ def test_windows_that_are_told_once_closed(databases: Databases, kafka: KafkaSer
     counted_again(result["ranges"], pipeline.broker.brokers, pipeline.topic)
     counted_again(table["ranges"], pipeline.broker.brokers, f"{pipeline.out}.t")
     assert sum(each["messages"] for each in table["ranges"]) == 2
+
+
+def test_a_closed_window_that_the_target_lacks(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
+    """What the target has to have by now is told by the watermark of its last unit, not by what it has."""
+    watermark = {"column": "at", "delay": "1 second"}
+    pipeline = TopicsPipeline(tmp_path, databases, kafka, VISITS, key=["id", "start"], watermark=watermark, sql=VALID)
+    pipeline.change(sink={"mode": "changelog"})
+    for batch in ([0, 1, 19], [21, 22], [45], [59]):
+        pipeline.send(*({"id": key, "at": at} for at in moments(batch) for key in ("abc1", "xyz2")))
+        pipeline.catch_up()
+        assert verified(pipeline)["equal"]
+    assert verified(pipeline)["tables"][0]["source_rows"] == 4
+    pipeline.target(
+        "DELETE FROM t WHERE id = 'abc1' AND start = (SELECT min(start) FROM t)",
+        "UPDATE t SET visits = visits + 1 WHERE id = 'xyz2' AND start = (SELECT max(start) FROM t)",
+    )
+    assert {(kind, key) for kind, key in found(verified(pipeline))} == {
+        ("missing", "abc1"),
+        ("missing", "xyz2"),
+        ("extra", "xyz2"),
+    }
+    pipeline.target("DELETE FROM t")
+    result = verified(pipeline)
+    assert (result["equal"], result["tables"][0]["source_rows"], result["tables"][0]["target_rows"]) == (False, 4, 0)
+
+
+def test_windows_that_change_are_so_in_a_changelog_beside_a_mirror() -> None:
+    """The query gives all sinks the same: what is told again adds up, and is not compared event by event."""
+    table = Table(1, "public", "t", (), ("id",), "d", None, (), "r", 0)
+    way = _way_of("changelog", "update", Shape(table, stateful=True, told=False))
+    assert way is not None
+    assert (way.keyed, way.closing) == (True, False)
 
 
 def test_updates_of_debezium_s_add_up(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:

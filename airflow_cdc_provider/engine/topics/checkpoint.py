@@ -51,14 +51,24 @@ class Checkpoint:
 
         :raises StreamFailed: when they do not stand there as this Spark writes them.
         """
+        found: dict[str, dict[str, int]] = json.loads(self._planned(batch)[2])
+        return found
+
+    def watermark(self, batch: int) -> int:
+        """That of a batch, in milliseconds since 1970; 0 where a query has none.
+
+        :raises StreamFailed: as :meth:`offsets`.
+        """
+        return int(json.loads(self._planned(batch)[1])["batchWatermarkMs"])
+
+    def _planned(self, batch: int) -> list[str]:
         lines = (self._read(f"offsets/{batch}") or "").splitlines()
         if len(lines) != 3 or lines[0] != _VERSION:
             raise StreamFailed(
                 f"{self.url}/offsets/{batch} is not written as Spark 4.2 does",
                 "Run the pipeline with the version of Spark that has written its checkpoint.",
             )
-        found: dict[str, dict[str, int]] = json.loads(lines[2])
-        return found
+        return lines
 
     def remove(self) -> None:
         """Remove it, if it is there."""

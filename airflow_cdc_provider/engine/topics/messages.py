@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+from functools import reduce
+from operator import or_
 from typing import Any, cast
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -62,8 +64,12 @@ def raw_stream(spark: SparkSession, source: TopicSource, starting: Offsets) -> D
 
 def raw_range(spark: SparkSession, source: TopicSource, start: Offsets, end: Offsets) -> DataFrame:
     """The messages between some offsets; of partitions that ``start`` does not have, from their first one on."""
+    return spark.read.format("kafka").options(**_range_options(source, start, end)).load()
+
+
+def _range_options(source: TopicSource, start: Offsets, end: Offsets) -> dict[str, str]:
     begin = {t: {p: start.get(t, {}).get(p, -2) for p in partitions} for t, partitions in end.items()}
-    options = {
+    return {
         **source.client_options,
         "assign": json.dumps({topic: [int(p) for p in partitions] for topic, partitions in end.items()}),
         "startingOffsets": json.dumps(begin),
@@ -71,7 +77,18 @@ def raw_range(spark: SparkSession, source: TopicSource, start: Offsets, end: Off
         "failOnDataLoss": "true",
         "kafka.isolation.level": "read_committed",
     }
-    return spark.read.format("kafka").options(**options).load()
+
+
+def raw_stream_of_range(spark: SparkSession, source: TopicSource, start: Offsets, end: Offsets) -> DataFrame:
+    """As :func:`raw_range`, for a stream, which by itself has no end to be named."""
+    options = _range_options(source, start, end)
+    del options["endingOffsets"]
+    inside = [
+        (f.col("topic") == topic) & (f.col("partition") == int(p)) & (f.col("offset") < offset)
+        for topic, partitions in end.items()
+        for p, offset in partitions.items()
+    ]
+    return spark.readStream.format("kafka").options(**options).load().filter(reduce(or_, inside))
 
 
 def raw_nothing(spark: SparkSession) -> DataFrame:

@@ -78,7 +78,7 @@ def result(spark: SparkSession, source: TopicSource, raw: DataFrame) -> DataFram
     rows = messages.readable(raw, source) if source.dead_letters else messages.required(raw, source)
     column, delay = source.watermark
     if column:
-        rows = rows.withWatermark(column, f"{int(delay * 1000)} milliseconds")
+        rows = rows.withWatermark(column, f"{round(delay * 1000)} milliseconds")
     rows.createOrReplaceTempView(VIEW)
     return spark.sql(source.sql or f"SELECT {_all_columns(source)} FROM {VIEW}")
 
