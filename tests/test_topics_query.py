@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.topics.query import Shape, output_of, shape_of
+from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
 from tests.pipelines import SPARK_CONF
 from tests.test_config import document
 
@@ -110,3 +112,22 @@ def test_windows_are_told_to_logs_when_they_are_closed() -> None:
     assert output_of(pipeline(sql)) == "update"
     assert output_of(pipeline(sql, "changelog")) == "append"
     assert output_of(pipeline(sql, "changelog", output="update")) == "update"
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [({}, None), ({}, b"[]"), ({"format": "avro", "registry": "http://nowhere:1"}, b"{}")],
+)
+def test_no_condition_of_the_query_passes_over_a_bad_message(
+    spark: SparkSession, source: dict[str, Any], value: bytes | None
+) -> None:
+    """Spark puts conditions together, and those first by which most rows are left out: such as that id is there."""
+    topics = pipeline("SELECT id FROM messages WHERE id > 1 AND _topic = 't'", **source).topics
+    assert topics is not None
+    columns = "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp"
+    raw = spark.createDataFrame([(None, value, "t", 0, 5, None)], columns)
+    with pytest.raises(PySparkException) as told:
+        result(spark, topics, raw).collect()
+    bad = messages.bad_record(str(told.value))
+    assert bad is not None
+    assert "message 5 of t[0]" in bad.message
