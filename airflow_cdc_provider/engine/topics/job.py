@@ -29,7 +29,7 @@ from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached, with_all
 from airflow_cdc_provider.engine.topics.gate import pass_gate
-from airflow_cdc_provider.engine.topics.position import Position, goes_on
+from airflow_cdc_provider.engine.topics.position import Position, foremost, goes_on
 from airflow_cdc_provider.engine.topics.query import output_of, result, shape_of
 from airflow_cdc_provider.engine.topics.settings import Offsets
 from airflow_cdc_provider.engine.topics.units import TopicUnits, records_of
@@ -80,7 +80,7 @@ class TopicJob:
         self._checkpoint = Checkpoint.of(run.pipeline)
         records = records_of(run)
         self._slowest = min(records, key=lambda record: record.applied)
-        self._level = len({record.applied for record in records}) == 1
+        self._positions = [Position.of(record) for record in records]
         self._unit = threading.Lock()
         self._stopped = False
         self._failure: CdcError | None = None
@@ -116,13 +116,9 @@ class TopicJob:
         shape = shape_of(self._spark, self._run.pipeline)
         _require_same(shape.table.to_dict(), self._slowest.targets[0].table.to_dict(), self._run.pipeline.name)
         ends = pass_gate(self._topics, position)
-        base = position.base
-        if not goes_on(position, self._checkpoint.find(position), self._checkpoint.url):
-            if not self._level:
-                raise GateClosed(
-                    f"the checkpoint {self._checkpoint.url} is gone, and the sinks stand at different units",
-                    "Restore the checkpoint; or run each sink as a pipeline of its own.",
-                )
+        first = foremost(self._positions)
+        base = first.base
+        if not goes_on(self._positions, self._checkpoint.find(first), self._checkpoint.url):
             self._checkpoint.remove()
             base = position.applied
         self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint)

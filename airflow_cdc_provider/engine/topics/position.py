@@ -126,23 +126,44 @@ class Found:
     offsets: Offsets | None = None
 
 
-def goes_on(position: Position, found: Found, place: str) -> bool:
-    """Whether the query goes on with a checkpoint; otherwise it begins with another one, at the record's offsets.
+def goes_on(positions: Collection[Position], found: Found, place: str) -> bool:
+    """Whether the query goes on with a checkpoint; otherwise it begins with another one, at the records' offsets.
 
-    Nothing but the record is needed for that, unless the query has state, which the checkpoint keeps.
+    Nothing but the records is needed for that, unless the query has state, which the checkpoint keeps, or a unit is in
+    one sink only, as after one that failed: Spark alone knows where it ended.
 
+    :param positions: of all sinks.
+    :param found: what stands there of the one that has most, see :func:`foremost`.
     :param place: of the checkpoint, for messages.
-    :raises GateClosed: when the query has state, and the checkpoint is not the one that goes with the record.
+    :raises GateClosed: when it has to go on with the checkpoint, and that is not the one that goes with the records; or
+        when a sink lacks more than a unit that another one has.
     """
-    last = position.applied - position.base - 1
-    in_step = last - 1 <= found.committed <= last <= found.planned <= last + 1
-    if in_step and found.offsets == position.offsets:
+    most, least = foremost(positions), min(position.applied for position in positions)
+    ahead = most.applied - least
+    if ahead > 1:
+        raise GateClosed(
+            f"the sinks stand at different units, {least} and {most.applied}, as when one is restored from a backup",
+            f"Restore all sinks of the same moment. Without that: {_REPAIR}",
+        )
+    last = least - most.base - 1
+    in_step = last - 1 <= found.committed <= last and last + ahead <= found.planned <= last + 1
+    if in_step and found.offsets == most.offsets:
         return True
-    if position.stateful and position.checkpoint is not None:
-        what = "is gone" if found.id is None else "is not the one that goes with the sink's commit record"
+    what = "is gone" if found.id is None else "is not the one that goes with the sink's commit record"
+    if most.stateful and most.checkpoint is not None:
         raise GateClosed(
             f"the checkpoint {place}, which keeps the state of the pipeline's query, {what}: sums would begin anew in"
             " the middle of their windows",
             f"Restore checkpoint and sink of the same moment. Without that: {_REPAIR}",
         )
+    if ahead:
+        raise GateClosed(
+            f"the checkpoint {place} {what}, and the sinks stand at different units",
+            "Restore the checkpoint; or run each sink as a pipeline of its own.",
+        )
     return False
+
+
+def foremost(positions: Collection[Position]) -> Position:
+    """Of a pipeline's sinks the one that has most: those that lack its last unit may not know the checkpoint yet."""
+    return max(positions, key=lambda position: position.applied)
