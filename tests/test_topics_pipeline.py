@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed, ValueRefused
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, committed, create_topic, transactional
 from tests.topics import TopicsPipeline, moments
@@ -159,6 +159,12 @@ def test_bad_records_go_to_a_topic_of_their_own(orders: TopicsPipeline) -> None:
     orders.change(source={"bad_records": {"dead_letter": dead}})
     bad = [b"nonsense", b'{"id": "text"}', b'{"amount": 1}', b"[]", None]
     orders.send({"id": 1}, *bad, {"id": 2})
+    orders.change(source={"sql": "SELECT nullif(id, 2) AS id FROM messages"})
+    for _ in range(2):
+        with pytest.raises(ValueRefused):
+            orders.catch_up()
+    assert committed(orders.broker.brokers, dead) == []
+    orders.change(source={"sql": "SELECT id FROM messages"})
     orders.catch_up()
     orders.catch_up()
     assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(1,), (2,)]

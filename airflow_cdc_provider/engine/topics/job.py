@@ -26,6 +26,7 @@ from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.stream import StreamProgress
 from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.avro import unknown_schemas
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached, with_all
 from airflow_cdc_provider.engine.topics.gate import pass_gate
@@ -121,12 +122,13 @@ class TopicJob:
         if not goes_on(self._positions, self._checkpoint.find(first), self._checkpoint.url):
             self._checkpoint.remove()
             base = position.applied
-        self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint)
+        missed = unknown_schemas(self._spark)
+        self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint, missed)
         self._lag = behind(position.offsets, ends)
         spare_modules()
         # New partitions, and topics that a pattern matches by now, are read from their beginning.
         starting = with_all(position.offsets, self._topics.named(), lambda topic, partition: _EARLIEST)
-        rows = result(self._spark, self._source, messages.raw_stream(self._spark, self._source, starting))
+        rows = result(self._spark, self._source, messages.raw_stream(self._spark, self._source, starting), missed)
         return (
             rows.writeStream.queryName(f"airflow-cdc {self._run.pipeline.name}")
             .outputMode(output_of(self._run.pipeline))

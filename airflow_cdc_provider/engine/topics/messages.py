@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any, cast
 
+from pyspark import Accumulator
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructField, StructType
@@ -81,9 +82,12 @@ def raw_nothing(spark: SparkSession) -> DataFrame:
     return spark.readStream.format("rate").load().select(*columns, "timestamp")
 
 
-def readable(raw: DataFrame, source: TopicSource) -> DataFrame:
-    """The view's rows, without messages that have a trouble."""
-    return _shown(_decoded(raw, source), source).filter(f.col(_TROUBLE).isNull()).drop(_TROUBLE)
+def readable(raw: DataFrame, source: TopicSource, missed: Accumulator[frozenset[int]] | None = None) -> DataFrame:
+    """The view's rows, without messages that have a trouble.
+
+    :param missed: see :class:`.AvroTexts`, as for all functions here.
+    """
+    return _shown(_decoded(raw, source, missed), source).filter(f.col(_TROUBLE).isNull()).drop(_TROUBLE)
 
 
 def required(raw: DataFrame, source: TopicSource) -> DataFrame:
@@ -107,8 +111,11 @@ def required(raw: DataFrame, source: TopicSource) -> DataFrame:
     return _shown(decoded.filter(ends), source).drop(_TROUBLE)
 
 
-def troubled(raw: DataFrame, source: TopicSource) -> DataFrame:
-    """Messages that have a trouble, as they are to be written to another topic, with headers that say where from."""
+def troubled(raw: DataFrame, source: TopicSource, missing: frozenset[int]) -> DataFrame:
+    """Messages that have a trouble, as they are to be written to another topic, with headers that say where from.
+
+    :param missing: see :class:`.AvroTexts`.
+    """
     told = {name: f.col(name) for name in ("topic", "partition", "offset")} | {"error": f.col(_TROUBLE)}
     headers = f.array(
         *(
@@ -116,7 +123,7 @@ def troubled(raw: DataFrame, source: TopicSource) -> DataFrame:
             for name, value in told.items()
         )
     )
-    bad = _decoded(raw, source).filter(f.col(_TROUBLE).isNotNull())
+    bad = _decoded(raw, source, missing=missing).filter(f.col(_TROUBLE).isNotNull())
     return bad.select("key", "value", headers.alias("headers"))
 
 
@@ -136,18 +143,22 @@ def bad_record(text: str) -> BadRecord | None:
     )
 
 
-def _decoded(raw: DataFrame, source: TopicSource) -> DataFrame:
+def _decoded(
+    raw: DataFrame,
+    source: TopicSource,
+    missed: Accumulator[frozenset[int]] | None = None,
+    missing: frozenset[int] = frozenset(),
+) -> DataFrame:
     """Messages with their row in ``m``, what is wrong with it, and in Debezium's format the operation."""
-    columns, texts = columns_of(source), _texts(raw, source)
+    columns = columns_of(source)
+    if source.registry:
+        schema = StructType([*raw.schema, *(StructField(name, StringType()) for name in (TEXT, UNDECODED))])
+        registry = Registry(source.registry, source.registry_properties)
+        texts = raw.mapInArrow(AvroTexts(registry, missed, missing), schema)
+    else:
+        nothing = f.lit(None).cast("string")
+        texts = raw.withColumn(TEXT, f.col("value").cast("string")).withColumn(UNDECODED, nothing)
     return _debezium(texts, columns) if source.format == "debezium" else _plain(texts, columns)
-
-
-def _texts(raw: DataFrame, source: TopicSource) -> DataFrame:
-    """Messages with their values as JSON."""
-    if not source.registry:
-        return raw.withColumn(TEXT, f.col("value").cast("string")).withColumn(UNDECODED, f.lit(None).cast("string"))
-    schema = StructType([*raw.schema, *(StructField(name, StringType()) for name in (TEXT, UNDECODED))])
-    return raw.mapInArrow(AvroTexts(Registry(source.registry, source.registry_properties)), schema)
 
 
 def _plain(raw: DataFrame, columns: StructType) -> DataFrame:

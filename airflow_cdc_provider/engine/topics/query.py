@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pyspark import Accumulator
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
@@ -73,9 +74,14 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
     return Shape(_table(source, rows.schema), stateful, OP in names)
 
 
-def result(spark: SparkSession, source: TopicSource, raw: DataFrame) -> DataFrame:
-    """The query over messages."""
-    rows = messages.readable(raw, source) if source.dead_letters else messages.required(raw, source)
+def result(
+    spark: SparkSession, source: TopicSource, raw: DataFrame, missed: Accumulator[frozenset[int]] | None = None
+) -> DataFrame:
+    """The query over messages.
+
+    :param missed: see :class:`.AvroTexts`.
+    """
+    rows = messages.readable(raw, source, missed) if source.dead_letters else messages.required(raw, source)
     column, delay = source.watermark
     if column:
         rows = rows.withWatermark(column, f"{int(delay * 1000)} milliseconds")
