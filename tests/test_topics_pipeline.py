@@ -173,6 +173,23 @@ def test_bad_records_go_to_a_topic_of_their_own(orders: TopicsPipeline) -> None:
     )
 
 
+def test_a_pattern_reads_whole_names_and_topics_that_come_later(orders: TopicsPipeline) -> None:
+    later, longer = f"{orders.topic}x", f"{orders.topic}-longer"
+    create_topic(orders.broker.brokers, longer)
+    del orders.document["source"]["topics"]
+    orders.change(source={"pattern": f"{orders.topic}x?"})
+    orders.send({"id": 1})
+    orders.send({"id": 100}, topic=longer)
+    orders.catch_up()
+    create_topic(orders.broker.brokers, later)
+    orders.send({"id": 2}, {"id": 3}, topic=later)
+    orders.catch_up()
+    orders.send({"id": 4}, topic=later)
+    orders.catch_up()
+    assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(1,), (2,), (3,), (4,)]
+    assert orders.record.identity["topics"].keys() == {orders.topic, later}
+
+
 def test_changes_in_debezium_s_format_make_the_same_table(
     databases: Databases, kafka: KafkaServer, tmp_path: Path
 ) -> None:

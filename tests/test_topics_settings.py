@@ -53,6 +53,14 @@ def test_a_pipeline_over_topics_has_no_slot() -> None:
         parse().source
 
 
+def test_a_pattern_is_of_whole_names() -> None:
+    topics = parse(topics=None, pattern="a|shop", bad_records={"dead_letter": "shop-dead"}).topics
+    assert topics is not None
+    names = ("a", "shop", "shops", "my-shop", "__shop")
+    assert [name for name in names if topics.reads(name)] == ["a", "shop"]
+    assert topics.topic_options == {"subscribePattern": "^(?!__)(?:a|shop)$"}
+
+
 def test_passwords_go_to_java_and_are_shown_nowhere() -> None:
     given = {"security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "u"}
     pipeline = parse({"PW": 'p"\\w'}, properties={**given, "sasl.password": "${PW}", "ssl.ca.location": "/ca.pem"})
@@ -112,6 +120,8 @@ def test_dags_are_parsed_without_connections() -> None:
         ({"late": "keep"}, "drop, count"),
         ({"bad_records": "ignore"}, "dead_letter"),
         ({"bad_records": {"dead_letter": "a b"}}, "the name of a topic"),
+        ({"bad_records": {"dead_letter": "clicks"}}, "one of the topics that are read"),
+        ({"topics": None, "pattern": "c.*", "bad_records": {"dead_letter": "clicks-dead"}}, "one of the topics"),
         ({"checkpoint": "relative"}, "a URL"),
         ({"format": "xml"}, "json, avro, debezium"),
         ({"format": "avro"}, "source.registry"),

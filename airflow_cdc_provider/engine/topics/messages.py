@@ -49,10 +49,9 @@ def raw_stream(spark: SparkSession, source: TopicSource, starting: Offsets) -> D
 
     :param starting: where to begin, for all partitions, unless there is a checkpoint.
     """
-    chosen = {"subscribePattern": source.pattern} if source.pattern else {"subscribe": ",".join(source.topics)}
     options = {
         **source.client_options,
-        **chosen,
+        **source.topic_options,
         "startingOffsets": json.dumps(starting),
         "maxOffsetsPerTrigger": str(source.max_batch_messages),
         "failOnDataLoss": "true",

@@ -152,10 +152,6 @@ def _dead_letters(topics: Topics) -> str:
         raise ConfigError(
             f"source.bad_records: {topics.source.brokers} has no topic {name}", "Create it, or name another one."
         )
-    if name in {topic.name for topic in topics.named()}:
-        raise ConfigError(
-            f"source.bad_records: {name} is one of the topics that are read", "Name a topic that is not read."
-        )
     return f"Messages that cannot be read go to {name}."
 
 

@@ -33,6 +33,7 @@ Offsets: TypeAlias = Mapping[str, Mapping[str, int]]
 _STATE_STORE = "spark.sql.streaming.stateStore"
 _RESERVED = ("bootstrap.servers", "isolation.level", "group.id", "auto.offset.reset", "enable.auto.commit")
 _LABEL = re.compile(r"[^.]+\.[^.]+")
+_INTERNAL = "__"
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
@@ -43,7 +44,7 @@ class TopicSource:
     :param brokers: ``host:port``, several with commas.
     :param properties: of the client, as librdkafka names them.
     :param topics: their names; empty with a ``pattern``.
-    :param pattern: a regular expression of Java that whole names match; empty with ``topics``.
+    :param pattern: a regular expression that whole names match, for Python and Java alike; empty with ``topics``.
     :param starting: where topics are read from that nothing is recorded of.
     :param format: of the messages' values.
     :param registry: the schema registry's URL, where values are in Avro; empty where they are in JSON.
@@ -100,7 +101,7 @@ class TopicSource:
         registry = ""
         if format_ != "json":
             registry = section.take("registry", as_text, None if format_ == "avro" else "")
-        return cls(
+        found = cls(
             brokers=brokers,
             properties=properties,
             topics=topics,
@@ -120,6 +121,24 @@ class TopicSource:
             registry=registry,
             registry_properties=section.texts("registry_properties", secret=True) if registry else (),
         )
+        if found.dead_letters and found.reads(found.dead_letters):
+            raise ConfigError(
+                f"source.bad_records: {found.dead_letters} is one of the topics that are read", "Name one that is not."
+            )
+        return found
+
+    def reads(self, topic: str) -> bool:
+        """Whether it reads a topic of some name; by a pattern none of Kafka's own, as Kafka's consumer has it."""
+        if not self.pattern:
+            return topic in self.topics
+        return topic[:2] != _INTERNAL and re.fullmatch(self.pattern, topic) is not None
+
+    @property
+    def topic_options(self) -> Mapping[str, str]:
+        """Options by which Spark knows the same topics; it looks for its pattern anywhere in a name."""
+        if not self.pattern:
+            return {"subscribe": ",".join(self.topics)}
+        return {"subscribePattern": f"^(?!{_INTERNAL})(?:{self.pattern})$"}
 
     @property
     def place(self) -> str:
