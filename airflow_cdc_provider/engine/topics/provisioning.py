@@ -11,8 +11,9 @@ from typing import Any
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import ConfigError, SinkIsSource
 from airflow_cdc_provider.engine.findings import Checks, Finding, require
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.ledger import forget_ledger, read_ledger, write_ledger
 from airflow_cdc_provider.engine.preflight import check_beside_source, preflight, target_name
 from airflow_cdc_provider.engine.run import (
@@ -26,6 +27,9 @@ from airflow_cdc_provider.engine.run import (
     take_epoch,
 )
 from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
+from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
+from airflow_cdc_provider.engine.sinks.kafka.staging import SUFFIX
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics
@@ -43,6 +47,7 @@ def check(pipeline: Pipeline) -> list[Finding]:
         checks.run("topics", topics.named, lambda found: f"Topics that are read: {len(found)}.")
         if source.dead_letters:
             checks.run("dead letters", lambda: _dead_letters(topics))
+        checks.run("identity", lambda: _identity(pipeline, named))
     check_beside_source(checks, pipeline, None, None)
     return checks.findings
 
@@ -144,6 +149,24 @@ def _require_same(branch: Pipeline, record: Record) -> None:
                 "Put it back, or use another pipeline name. A query that keeps state cannot be changed: what it has"
                 " added up is of the query of before.",
             )
+
+
+def _identity(pipeline: Pipeline, cluster: str) -> str:
+    """Refuse to read what the pipeline itself writes: it would never come to an end."""
+    source = _source(pipeline)
+    schema, name = source.schema_and_name
+    for sink in pipeline.sinks:
+        if not isinstance(sink, KafkaSettings) or Cluster(sink.brokers, sink.properties).id() != cluster:
+            continue
+        own = f"{PREFIX}{pipeline.name}"
+        target = sink.topic_of(pipeline.name, sink.schema.replace("{schema}", schema), name)
+        for topic in (target, own, f"{own}{SUFFIX}"):
+            if source.reads(topic):
+                raise SinkIsSource(
+                    f"source.{'pattern' if source.pattern else 'topics'} reads {topic}, which the pipeline writes",
+                    "Give the sink another topic by sink.topic, or let source.pattern leave the pipeline's own out.",
+                )
+    return "The pipeline reads no topic that it writes."
 
 
 def _dead_letters(topics: Topics) -> str:
