@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,14 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
         _check_output(spark, rows, output_of(pipeline))
     except PySparkException as e:
         raise _refused(e) from e
-    stateful = any(_keeps_state(node) for node in _nodes(rows._jdf.queryExecution().analyzed()))
+    plan = rows._jdf.queryExecution().analyzed()
+    if _reads(plan) > 1:
+        raise ConfigError(
+            f"source.sql reads {VIEW} more than once",
+            "Name it once: Spark would read the topics anew for each, by offsets of their own. What a union gives,"
+            " explode() of an array of structs gives, too.",
+        )
+    stateful = any(_keeps_state(node) for node in _nodes(plan))
     names = [field.name for field in rows.schema]
     _check_names(pipeline, names, stateful)
     return Shape(_table(source, rows.schema), stateful, OP in names)
@@ -132,6 +140,16 @@ def _nodes(plan: Any) -> Iterator[Any]:
     children = plan.children()
     for place in range(children.size()):
         yield from _nodes(children.apply(place))
+
+
+def _reads(plan: Any) -> int:
+    """How often the messages are read: what a WITH has read is there once, and once for each that refers to it."""
+    subqueries = plan.subqueriesAll()
+    plans = [plan, *(subqueries.apply(place) for place in range(subqueries.size()))]
+    streaming = [node for each in plans for node in _nodes(each) if node.isStreaming()]
+    named = Counter(str(node.nodeName()) for node in streaming)
+    leaves = sum(bool(node.children().isEmpty()) for node in streaming) - named["CTERelationRef"]
+    return leaves + max(0, named["CTERelationRef"] - named["CTERelationDef"])
 
 
 def _keeps_state(node: Any) -> bool:
