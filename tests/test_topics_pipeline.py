@@ -12,7 +12,8 @@ from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed, ValueRefused
+from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed, StreamFailed, ValueRefused
+from airflow_cdc_provider.engine.topics.job import failure_of
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, committed, create_topic, transactional
 from tests.topics import TopicsPipeline, moments
@@ -130,6 +131,14 @@ def test_a_query_without_state_goes_on_from_the_record_alone(orders: TopicsPipel
     assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(n,) for n in range(31)]
 
 
+def test_a_query_without_state_cannot_be_made_one_that_keeps_some(orders: TopicsPipeline) -> None:
+    orders.send({"id": 1})
+    orders.catch_up()
+    orders.change(source={"sql": "SELECT DISTINCT id, amount, note FROM messages"})
+    with pytest.raises(ConfigError, match="keeps state, but"):
+        orders.catch_up()
+
+
 def test_a_query_with_state_refuses_to_go_on_without_its_checkpoint(sums: TopicsPipeline) -> None:
     sums.send({"id": "a", "at": moments([0])[0], "value": 1})
     sums.catch_up()
@@ -144,6 +153,11 @@ def test_a_query_with_state_refuses_to_go_on_without_its_checkpoint(sums: Topics
     kept.rename(sums.state / "checkpoint")
     sums.catch_up()
     assert sums.target_rows("SELECT total FROM t") == [(2,)]
+    sums.change(source={"output": "append"})
+    with pytest.raises(ConfigError, match="output"):
+        sums.catch_up()
+    sums.change(source={"output": "update"})  # as it has been
+    commands.provision(sums.pipeline)
 
 
 def test_a_bad_record_stops_the_pipeline_before_its_batch(orders: TopicsPipeline) -> None:
@@ -188,6 +202,9 @@ def test_a_pattern_reads_whole_names_and_topics_that_come_later(orders: TopicsPi
     orders.catch_up()
     assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(1,), (2,), (3,), (4,)]
     assert orders.record.identity["topics"].keys() == {orders.topic, later}
+    orders.change(source={"pattern": later})
+    with pytest.raises(ConfigError, match=f"leaves out {orders.topic}, "):
+        orders.catch_up()
 
 
 def test_changes_in_debezium_s_format_make_the_same_table(
@@ -236,6 +253,18 @@ def test_a_topic_that_was_made_anew_is_refused(orders: TopicsPipeline) -> None:
     create_topic(orders.broker.brokers, orders.topic, 2)
     with pytest.raises(GateClosed, match="made anew"):
         orders.catch_up()
+
+
+def test_what_cannot_be_read_any_more_is_told_with_what_can_be_done() -> None:
+    late = failure_of(
+        "[KAFKA_DATA_LOSS.ADDED_PARTITION_DOES_NOT_START_FROM_OFFSET_ZERO] Added partition t-1 starts from 5"
+    )
+    assert isinstance(late, GateClosed)
+    assert "remove the pipeline's checkpoint" in late.solution
+    lost = failure_of("[KAFKA_DATA_LOSS.SOME_PARTITIONS_MAY_HAVE_BEEN_DELETED] t-1")
+    assert isinstance(lost, GateClosed)
+    assert "Start again" in lost.solution
+    assert isinstance(failure_of("whatever"), StreamFailed)
 
 
 def test_the_commands_know_it(orders: TopicsPipeline) -> None:

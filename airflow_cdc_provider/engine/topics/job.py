@@ -30,7 +30,7 @@ from airflow_cdc_provider.engine.topics.avro import unknown_schemas
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached, with_all
 from airflow_cdc_provider.engine.topics.gate import pass_gate
-from airflow_cdc_provider.engine.topics.position import Position, foremost, goes_on
+from airflow_cdc_provider.engine.topics.position import REPAIR, Position, foremost, goes_on
 from airflow_cdc_provider.engine.topics.query import output_of, result, shape_of
 from airflow_cdc_provider.engine.topics.settings import Offsets
 from airflow_cdc_provider.engine.topics.units import TopicUnits, records_of
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _LOST = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|failOnDataLoss|UNABLE_TO_DETECT_PARTITION_OFFSET_CHANGED")
+_BEGINS_LATE = re.compile(r"ADDED_PARTITION_DOES_NOT_START_FROM_OFFSET_ZERO")
 _EARLIEST = -2
 
 
@@ -116,6 +117,12 @@ class TopicJob:
         self._run.commit_record.sweep(self._run.epoch)
         shape = shape_of(self._spark, self._run.pipeline)
         _require_same(shape.table.to_dict(), self._slowest.targets[0].table.to_dict(), self._run.pipeline.name)
+        if shape.stateful != position.stateful:
+            raise ConfigError(
+                f"source.sql keeps {'state' if shape.stateful else 'no state'}, but the pipeline has been provisioned"
+                f" with a query that keeps {'none' if shape.stateful else 'some'}",
+                "Put it back, or use another pipeline name: the state that the query would need is of no checkpoint.",
+            )
         ends = pass_gate(self._topics, position)
         first = foremost(self._positions)
         base = first.base
@@ -219,6 +226,13 @@ def failure_of(text: str) -> CdcError:
     if bad is not None:
         return bad
     said = next((line for line in text.splitlines() if line.strip()), "without a message")
+    if _BEGINS_LATE.search(text):
+        return GateClosed(
+            f"the first messages of a partition that came later are gone from it, unread: {said}",
+            "If the query keeps no state, remove the pipeline's checkpoint (source.checkpoint, or checkpoint in its"
+            " state) and start again: it goes on from the commit record, with what the partition still has. Otherwise:"
+            f" {REPAIR} So that it does not happen again, raise the topic's retention.",
+        )
     if _LOST.search(text):
         return GateClosed(
             f"messages that have not been read are gone from their topic: {said}",

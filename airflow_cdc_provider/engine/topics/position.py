@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.topics.settings import Offsets
 
-_REPAIR = (
+REPAIR = (
     "Run `airflow-cdc drop`, empty or drop the target tables, then `airflow-cdc run`: it begins again from the first"
     " messages that the topics still have."
 )
@@ -78,7 +78,7 @@ class Position:
         if cluster != self.cluster:
             raise GateClosed(
                 f"the brokers are of cluster {cluster}, but the sink was filled from {self.cluster}",
-                f"If `source.brokers` is wrong, correct it. If the cluster has been replaced: {_REPAIR}",
+                f"If `source.brokers` is wrong, correct it. If the cluster has been replaced: {REPAIR}",
             )
         there = {topic.name: topic.id for topic in topics}
         for name, id_ in self.topics.items():
@@ -86,7 +86,7 @@ class Position:
                 raise GateClosed(
                     f"topic {name} {'has been made anew' if name in there else 'no longer exists'}: offsets of before"
                     " mean nothing in it",
-                    _REPAIR,
+                    REPAIR,
                 )
         for name, partitions in self.offsets.items():
             for partition, offset in partitions.items():
@@ -95,12 +95,12 @@ class Position:
                     raise GateClosed(
                         f"{name}[{partition}] begins at offset {first} by now, but has been read up to {offset} only:"
                         " what lay between has been removed",
-                        f"{_REPAIR} So that it does not happen again, raise the topic's retention.",
+                        f"{REPAIR} So that it does not happen again, raise the topic's retention.",
                     )
                 if end < offset:
                     raise GateClosed(
                         f"{name}[{partition}] ends at offset {end}, but the sink was filled from it up to {offset}",
-                        _REPAIR,
+                        REPAIR,
                     )
 
     @staticmethod
@@ -143,7 +143,7 @@ def goes_on(positions: Collection[Position], found: Found, place: str) -> bool:
     if ahead > 1:
         raise GateClosed(
             f"the sinks stand at different units, {least} and {most.applied}, as when one is restored from a backup",
-            f"Restore all sinks of the same moment. Without that: {_REPAIR}",
+            f"Restore all sinks of the same moment. Without that: {REPAIR}",
         )
     last = least - most.base - 1
     in_step = last - 1 <= found.committed <= last and last + ahead <= found.planned <= last + 1
@@ -154,7 +154,7 @@ def goes_on(positions: Collection[Position], found: Found, place: str) -> bool:
         raise GateClosed(
             f"the checkpoint {place}, which keeps the state of the pipeline's query, {what}: sums would begin anew in"
             " the middle of their windows",
-            f"Restore checkpoint and sink of the same moment. Without that: {_REPAIR}",
+            f"Restore checkpoint and sink of the same moment. Without that: {REPAIR}",
         )
     if ahead:
         raise GateClosed(

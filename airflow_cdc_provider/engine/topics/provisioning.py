@@ -68,7 +68,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
     new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
     for branch in pipeline.branches:
         if branch not in new:
-            _require_same(branch, existing_record(branch))
+            _require_same(branch, existing_record(branch), _meaning(pipeline))
     if new:
         _begin(pipeline, new, record)
     epoch = take_epoch(pipeline, state, takeover)
@@ -115,16 +115,24 @@ def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
     named = topics.named()
     offsets = topics.beginnings(named) if source.starting == "earliest" else topics.ends(named)
     ids = {topic.name: topic.id for topic in named}
-    return Position(0, topics.cluster.id(), offsets, offsets, ids, source.meaning, stateful, None, 0).to_identity()
+    return Position(0, topics.cluster.id(), offsets, offsets, ids, _meaning(pipeline), stateful, None, 0).to_identity()
 
 
 def _without_mode(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in identity.items() if name != "mode"}
 
 
-def _require_same(branch: Pipeline, record: Record) -> None:
+def _meaning(pipeline: Pipeline) -> Mapping[str, Any]:
+    """What of the file decides about rows and state; the sinks may decide about the output."""
+    from airflow_cdc_provider.engine.topics.query import output_of
+
+    return {**_source(pipeline).meaning, "output": output_of(pipeline)}
+
+
+def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) -> None:
     """Refuse a file whose meaning is no longer that of what has been written, or of the state that is kept.
 
+    :param meaning: see :func:`_meaning`, of the whole pipeline.
     :raises ConfigError: naming the key.
     """
     if record.identity["mode"] != branch.sink.mode:
@@ -139,7 +147,7 @@ def _require_same(branch: Pipeline, record: Record) -> None:
                 f" {target.schema}.{target.name}",
                 "Put the schema back, or use another pipeline name for the other schema.",
             )
-    position, meaning = Position.of(record), _source(branch).meaning
+    position = Position.of(record)
     fixed = meaning.keys() if position.stateful else ("table", "key")
     for name in fixed:
         if meaning[name] != position.query[name]:
