@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.addresses import java_properties
+from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.settings import PACKAGE
 from tests.test_config import document
 
@@ -59,6 +62,25 @@ def test_a_pattern_is_of_whole_names() -> None:
     names = ("a", "shop", "shops", "my-shop", "__shop")
     assert [name for name in names if topics.reads(name)] == ["a", "shop"]
     assert topics.topic_options == {"subscribePattern": "^(?!__)(?:a|shop)$"}
+
+
+def test_a_checkpoint_shares_its_folder_with_others_and_removes_nothing_of_theirs(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    checkpoint = Checkpoint.of(parse(checkpoint=str(tmp_path)))
+    assert checkpoint.url == f"file://{tmp_path}/shop"
+    checkpoint.require_own()
+    checkpoint.remove()
+    for name in ("metadata", ".metadata.crc", "offsets/0", "state/0/0/1.zip", "theirs/data"):
+        (tmp_path / "shop" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "shop" / name).touch()
+    with pytest.raises(ConfigError, match="holds theirs"):
+        checkpoint.require_own()
+    checkpoint.remove()
+    assert [each.name for each in (tmp_path / "shop").iterdir()] == ["theirs"]
+    shutil.rmtree(tmp_path / "shop" / "theirs")
+    checkpoint.require_own()
+    checkpoint.remove()
+    assert [each.name for each in tmp_path.iterdir()] == ["data"]
 
 
 def test_passwords_go_to_java_and_are_shown_nowhere() -> None:

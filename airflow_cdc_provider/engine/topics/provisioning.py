@@ -48,6 +48,7 @@ def check(pipeline: Pipeline) -> list[Finding]:
         if source.dead_letters:
             checks.run("dead letters", lambda: _dead_letters(topics))
         checks.run("identity", lambda: _identity(pipeline, named))
+    checks.run("checkpoint", lambda: _checkpoint(pipeline))
     check_beside_source(checks, pipeline, None, None)
     return checks.findings
 
@@ -157,6 +158,12 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
                 "Put it back, or use another pipeline name. A query that keeps state cannot be changed: what it has"
                 " added up is of the query of before.",
             )
+
+
+def _checkpoint(pipeline: Pipeline) -> str:
+    checkpoint = Checkpoint.of(pipeline)
+    checkpoint.require_own()
+    return f"The checkpoint {checkpoint.url} holds nothing of others."
 
 
 def _identity(pipeline: Pipeline, cluster: str) -> str:
