@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,31 @@ def test_passwords_go_to_java_and_are_shown_nowhere() -> None:
     )
     assert options["kafka.ssl.truststore.location"] == "/ca.pem"
     assert not {"kafka.sasl.password", "kafka.sasl.username", "kafka.ssl.ca.location"} & options.keys()
+
+
+def test_certificates_go_to_java() -> None:
+    given = {"ssl.ca.pem": "ca", "ssl.key.pem": "key", "ssl.certificate.pem": "chain", "ssl.key.password": "pw"}
+    pipeline = parse(properties=given)
+    topics = pipeline.topics
+    assert topics is not None
+    assert java_properties(topics.properties) == {
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.certificates": "ca",
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.key": "key",
+        "ssl.keystore.certificate.chain": "chain",
+        "ssl.key.password": "pw",
+    }
+    hidden = re.compile(pipeline.spark_conf["spark.redaction.regex"])
+    assert all(hidden.search(f"kafka.{name}") for name in ("ssl.keystore.key", "ssl.key.password", "ssl.key.pem"))
+    assert {"key", "pw"} <= set(topics.secrets)
+    assert java_properties((("ssl.keystore.location", "/k"), ("ssl.keystore.password", "pw"))) == {
+        "ssl.keystore.type": "PKCS12",
+        "ssl.keystore.location": "/k",
+        "ssl.keystore.password": "pw",
+    }
+    with pytest.raises(ConfigError, match=r"ssl\.key\.location"):
+        parse(properties={"ssl.key.location": "/key.pem"})
 
 
 def test_what_the_engine_decides_is_not_left_to_properties() -> None:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, cast
 
 from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.kafka.addresses import Properties, brokers_of, java_properties, secrets_of
+from airflow_cdc_provider.engine.kafka.addresses import (
+    Properties,
+    brokers_of,
+    java_properties,
+    require_for_java,
+    secrets_of,
+)
 from airflow_cdc_provider.engine.section import (
     Section,
     as_positive_integer,
@@ -90,6 +96,7 @@ class TopicSource:
         :raises ConfigError: naming the key's path, the value and what would be right.
         """
         brokers, properties = brokers_of(section, _RESERVED)
+        require_for_java(properties)
         nothing: tuple[str, ...] = ()
         topics, pattern = section.take("topics", _topics, nothing), section.take("pattern", _pattern, "")
         if bool(topics) == bool(pattern):
@@ -166,7 +173,7 @@ class TopicSource:
             # The files of a batch have names of their own, so that a driver that was overtaken spoils none.
             f"{_STATE_STORE}.checkpointFormatVersion": "2",
             # Of options, too, which plans show: a login is one.
-            "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas",
+            "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas|[.]pem|keystore[.]key",
             # So many state stores commit in each batch, however little is in it.
             "spark.sql.shuffle.partitions": "4",
         }
