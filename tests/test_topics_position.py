@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.kafka.cluster import Topic
+from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.topics.cluster import behind, reached, with_all
 from airflow_cdc_provider.engine.topics.position import Found, Position, foremost, goes_on
 
@@ -153,6 +154,12 @@ def test_a_source_that_cannot_go_on_is_refused() -> None:
     ):
         with pytest.raises(GateClosed, match=said):
             position.require_source(cluster, topics, beginnings, ends)
+
+
+def test_the_record_of_a_pipeline_over_tables_is_refused() -> None:
+    record = Record(1, 0, 0.0, {"slot": "s"}, (), ())
+    with pytest.raises(ConfigError, match="source of tables"):
+        Position.of(record)
 
 
 def test_offsets_are_held_against_each_other() -> None:

@@ -12,8 +12,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed
 from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.job import failure_of
 from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
 from tests.pipelines import SPARK_CONF
 from tests.test_config import document
@@ -135,3 +136,15 @@ def test_no_condition_of_the_query_passes_over_a_bad_message(
     bad = messages.bad_record(str(told.value))
     assert bad is not None
     assert "message 5 of t[0]" in bad.message
+
+
+def test_what_the_registry_says_reaches_the_driver(spark: SparkSession) -> None:
+    topics = pipeline("SELECT id FROM messages", format="avro", registry="http://127.0.0.1:1").topics
+    assert topics is not None
+    columns = "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp"
+    raw = spark.createDataFrame([(None, b"\x00\x00\x00\x00\x07x", "t", 0, 5, None)], columns)
+    with pytest.raises(PySparkException) as told:
+        result(spark, topics, raw).collect()
+    error = failure_of(str(told.value))
+    assert isinstance(error, ConnectionFailed)
+    assert "schema registry http://127.0.0.1:1: schema 7" in error.message

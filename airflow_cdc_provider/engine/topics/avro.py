@@ -11,6 +11,7 @@ import datetime
 import io
 import json
 import os
+import re
 import struct
 import uuid
 from collections.abc import Iterator
@@ -26,14 +27,37 @@ from pyspark import Accumulator
 from pyspark.accumulators import AccumulatorParam
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.errors import ConnectionFailed
+from airflow_cdc_provider.engine import errors
+from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
 
 TEXT, UNDECODED = "text", "undecoded"
 """Columns that are added to messages: the value as JSON, or why there is none."""
 
+READ_SCHEMAS = "Give it a user that may read schemas, see `source.registry_properties`."
+
+_CARRIED = re.compile(r"error of the engine (\S+) \(end of error\)")
 _HEADER = struct.Struct(">bI")
 _UNKNOWN = 404
+
+
+def carried(error: CdcError) -> str:
+    """An error as a text that Spark brings to the driver among its own."""
+    told = base64.b64encode(json.dumps(error.as_dict()).encode()).decode()
+    return f"error of the engine {told} (end of error)"
+
+
+def carried_error(text: str) -> CdcError | None:
+    """The error that a text carries; ``None`` where there is none.
+
+    :param text: of Spark's error.
+    """
+    found = _CARRIED.search(text)
+    if found is None:
+        return None
+    told = json.loads(base64.b64decode(found[1]))
+    kind: type[CdcError] = getattr(errors, told["kind"])
+    return kind(told["message"], told["solution"])
 
 
 class _Union(AccumulatorParam[frozenset[int]]):
@@ -67,6 +91,12 @@ class AvroTexts:
     missing: frozenset[int] = frozenset()
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._decoded(batches)
+        except CdcError as e:
+            raise RuntimeError(carried(e)) from e
+
+    def _decoded(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         missing = set(self.missing)
         for batch in batches:
             found = [self._text(value, missing) for value in batch.column("value").to_pylist()]
@@ -100,6 +130,8 @@ class AvroTexts:
         """A schema as fastavro reads with it; ``None`` where there is none of this number yet."""
         try:
             return _schema(os.getpid(), self.registry, number)
+        except MissingPrivilege as e:
+            raise MissingPrivilege(e.message, READ_SCHEMAS) from e
         except ConnectionFailed as e:
             if not isinstance(e.__cause__, SchemaRegistryError) or e.__cause__.http_status_code != _UNKNOWN:
                 raise

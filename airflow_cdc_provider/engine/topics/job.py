@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.stream import StreamProgress
 from airflow_cdc_provider.engine.topics import messages
-from airflow_cdc_provider.engine.topics.avro import unknown_schemas
+from airflow_cdc_provider.engine.topics.avro import carried_error, unknown_schemas
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached, with_all
 from airflow_cdc_provider.engine.topics.gate import pass_gate
@@ -222,9 +222,9 @@ class TopicJob:
 
 def failure_of(text: str) -> CdcError:
     """What Spark has ended a batch or the query for, by its words."""
-    bad = messages.bad_record(text)
-    if bad is not None:
-        return bad
+    told = messages.bad_record(text) or carried_error(text)
+    if told is not None:
+        return told
     said = next((line for line in text.splitlines() if line.strip()), "without a message")
     if _BEGINS_LATE.search(text):
         return GateClosed(

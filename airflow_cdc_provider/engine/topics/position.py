@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.topics.settings import Offsets
@@ -50,8 +50,16 @@ class Position:
 
     @classmethod
     def of(cls, record: Record) -> Position:
-        """Read it."""
+        """Read it.
+
+        :raises ConfigError: when it is that of a pipeline over tables.
+        """
         identity = record.identity
+        if "cluster" not in identity:
+            raise ConfigError(
+                "source.type: 'kafka', but the pipeline of this name has been provisioned with a source of tables",
+                "Put the source back, or use another pipeline name for the topics.",
+            )
         return cls(
             record.applied,
             identity["cluster"],

@@ -11,7 +11,7 @@ from typing import Any
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, SinkIsSource
+from airflow_cdc_provider.engine.errors import ConfigError, MissingPrivilege, SinkIsSource
 from airflow_cdc_provider.engine.findings import Checks, Finding, require
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.ledger import forget_ledger, read_ledger, write_ledger
@@ -27,10 +27,12 @@ from airflow_cdc_provider.engine.run import (
     take_epoch,
 )
 from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.staging import SUFFIX
 from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.topics.avro import READ_SCHEMAS
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics
 from airflow_cdc_provider.engine.topics.gate import pass_gate
@@ -48,6 +50,8 @@ def check(pipeline: Pipeline) -> list[Finding]:
         if source.dead_letters:
             checks.run("dead letters", lambda: _dead_letters(topics))
         checks.run("identity", lambda: _identity(pipeline, named))
+    if source.registry:
+        checks.run("schema registry", lambda: _registry(Registry(source.registry, source.registry_properties)))
     checks.run("checkpoint", lambda: _checkpoint(pipeline))
     check_beside_source(checks, pipeline, None, None)
     return checks.findings
@@ -136,6 +140,7 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
     :param meaning: see :func:`_meaning`, of the whole pipeline.
     :raises ConfigError: naming the key.
     """
+    position = Position.of(record)
     if record.identity["mode"] != branch.sink.mode:
         raise ConfigError(
             f"sink.mode: {branch.sink.mode!r}, but the pipeline has been provisioned as {record.identity['mode']!r}",
@@ -148,7 +153,6 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
                 f" {target.schema}.{target.name}",
                 "Put the schema back, or use another pipeline name for the other schema.",
             )
-    position = Position.of(record)
     fixed = meaning.keys() if position.stateful else ("table", "key")
     for name in fixed:
         if meaning[name] != position.query[name]:
@@ -158,6 +162,14 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
                 "Put it back, or use another pipeline name. A query that keeps state cannot be changed: what it has"
                 " added up is of the query of before.",
             )
+
+
+def _registry(registry: Registry) -> str:
+    try:
+        registry.check()
+    except MissingPrivilege as e:
+        raise MissingPrivilege(e.message, READ_SCHEMAS) from e
+    return f"The schema registry {registry.url} answers."
 
 
 def _checkpoint(pipeline: Pipeline) -> str:
