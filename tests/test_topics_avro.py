@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import fastavro
+import pyarrow as pa
 import pytest
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+from confluent_kafka.schema_registry.error import SchemaRegistryError
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.engine.errors import ConnectionFailed
+from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
+from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.avro import TEXT, AvroTexts
 from tests.conftest import Databases
 from tests.kafka_server import committed, create_topic
 from tests.topics import TopicsPipeline
@@ -62,7 +68,7 @@ def encoded(registry: str, subject: str, schema: Mapping[str, Any], value: Mappi
 
 
 def test_values_of_avro_become_rows_and_others_dead_letters(
-    databases: Databases, kafka: KafkaServer, registry: str, tmp_path: Path
+    databases: Databases, kafka: KafkaServer, registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = TopicsPipeline(
         tmp_path, databases, kafka, COLUMNS, key=["id"], format="avro", registry=registry, partitions=1
@@ -74,10 +80,40 @@ def test_values_of_avro_become_rows_and_others_dead_letters(
     later = {**ROW, "fields": [*ROW["fields"], {"name": "new", "type": ["null", "string"], "default": None}]}  # type: ignore[misc]
     bad = [b"{}", struct.pack(">bI", 0, 1 << 30), good[:-1], good + b"x"]
     pipeline.send(good, *bad, encoded(registry, pipeline.topic, later, {"id": 2, "amount": None}))
+    missing: list[frozenset[int]] = []
+    troubled = messages.troubled
+    monkeypatch.setattr(messages, "troubled", lambda *given: (missing.append(given[-1]), troubled(*given))[1])
     pipeline.catch_up()
+    assert set().union(*missing) == {1 << 30}
     rows = pipeline.target_rows('SELECT id, amount, "at", day, data FROM t ORDER BY id')
     assert rows == [tuple(FULL.values()), (2, None, None, None, None)]
     assert [message.value for message in committed(kafka.brokers, dead)] == bad
+
+
+def test_a_schema_that_the_registry_has_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what one read of a batch has taken for missing is so for the other one."""
+    there: list[Schema] = []
+    asked = 0
+
+    def ask(registry: Registry, what: str, ask: object) -> Schema:
+        nonlocal asked
+        asked += 1
+        if not there:
+            raise ConnectionFailed(what, "") from SchemaRegistryError(404, 40403, "not found")
+        return there[0]
+
+    def read(texts: AvroTexts) -> list[str | None]:
+        value = struct.pack(">bI", 0, 7) + b"\x02a"
+        (found,) = texts(iter([pa.RecordBatch.from_pydict({"value": [value, value]})]))
+        return list(found.column(TEXT).to_pylist())
+
+    monkeypatch.setattr(Registry, "ask", ask)
+    registry = Registry("http://nowhere")
+    assert read(AvroTexts(registry)) == [None, None]
+    assert asked == 1
+    there.append(Schema('"string"', "AVRO"))
+    assert read(AvroTexts(registry, missing=frozenset({7}))) == [None, None]
+    assert read(AvroTexts(registry)) == ['"a"', '"a"']
 
 
 def test_debezium_s_envelope_may_be_in_avro(

@@ -12,7 +12,9 @@ from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed, StreamFailed, ValueRefused
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.topics.job import failure_of
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, committed, create_topic, transactional
 from tests.topics import TopicsPipeline, moments
@@ -52,7 +54,10 @@ def test_a_mirror_has_the_last_message_of_each_key(orders: TopicsPipeline) -> No
     assert orders.target_rows("SELECT id, amount FROM t WHERE id IN (3, 9) ORDER BY 1") == [(3, None), (9, 1)]
 
 
-def test_only_what_is_committed_is_read(orders: TopicsPipeline) -> None:
+def test_only_what_is_committed_is_read_from_where_the_pipeline_begins(orders: TopicsPipeline) -> None:
+    orders.send({"id": 0})
+    orders.change(source={"starting": "latest"})
+    commands.provision(orders.pipeline)
     producer = transactional(orders.broker.brokers, orders.topic)
     for end, number in ((producer.abort_transaction, 1), (producer.commit_transaction, 2)):
         producer.begin_transaction()
@@ -65,10 +70,12 @@ def test_only_what_is_committed_is_read(orders: TopicsPipeline) -> None:
 
 def test_a_changelog_has_every_row_once(orders: TopicsPipeline) -> None:
     orders.change(
-        sink={"mode": "changelog"}, source={"sql": "SELECT id, amount * 2 AS doubled FROM messages WHERE id > 1"}
+        sink={"mode": "changelog"},
+        source={"sql": "SELECT id, amount * 2 AS doubled FROM messages WHERE id > 1", "max_batch_messages": 2},
     )
     orders.send(*({"id": n, "amount": n} for n in range(5)))
     orders.catch_up()
+    assert orders.record.applied >= 3
     orders.send({"id": 5, "amount": 5})
     orders.catch_up()
     found = orders.target_rows("SELECT id, doubled::int, _op, _commit_lsn::text FROM t ORDER BY 1")
@@ -77,6 +84,8 @@ def test_a_changelog_has_every_row_once(orders: TopicsPipeline) -> None:
 
 
 def test_windows_are_summed_and_go_on_after_a_restart(sums: TopicsPipeline) -> None:
+    own = sums.directory / "checkpoints"
+    sums.change(source={"checkpoint": str(own)})
     sums.send(
         *({"id": "a", "at": at, "value": 1} for at in moments([0, 1, 1.999, 2])), {"id": "b", "at": moments([0.5])[0]}
     )
@@ -86,6 +95,12 @@ def test_windows_are_summed_and_go_on_after_a_restart(sums: TopicsPipeline) -> N
     sums.send(*({"id": "a", "at": at, "value": 10} for at in moments([0.5, 3])))
     sums.catch_up()
     assert sums.target_rows(totals) == [("a", 0, 13), ("a", 2, 11), ("b", 0, None)]
+    # What RocksDB keeps is in archives and logs of changes; the store that Spark has by default writes deltas.
+    kinds = {file.suffix for file in (own / sums.pipeline.name / "state").rglob("[0-9]*.*")}
+    assert kinds & {".changelog", ".zip"}
+    assert ".delta" not in kinds
+    commands.drop(sums.pipeline)
+    assert list(own.iterdir()) == []
 
 
 def test_what_comes_too_late_is_left_out_and_counted(sums: TopicsPipeline) -> None:
@@ -130,6 +145,14 @@ def test_a_query_without_state_goes_on_from_the_record_alone(orders: TopicsPipel
     assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(n,) for n in range(31)]
 
 
+def test_a_query_without_state_cannot_be_made_one_that_keeps_some(orders: TopicsPipeline) -> None:
+    orders.send({"id": 1})
+    orders.catch_up()
+    orders.change(source={"sql": "SELECT DISTINCT id, amount, note FROM messages"})
+    with pytest.raises(ConfigError, match="keeps state, but"):
+        orders.catch_up()
+
+
 def test_a_query_with_state_refuses_to_go_on_without_its_checkpoint(sums: TopicsPipeline) -> None:
     sums.send({"id": "a", "at": moments([0])[0], "value": 1})
     sums.catch_up()
@@ -144,6 +167,11 @@ def test_a_query_with_state_refuses_to_go_on_without_its_checkpoint(sums: Topics
     kept.rename(sums.state / "checkpoint")
     sums.catch_up()
     assert sums.target_rows("SELECT total FROM t") == [(2,)]
+    sums.change(source={"output": "append"})
+    with pytest.raises(ConfigError, match="output"):
+        sums.catch_up()
+    sums.change(source={"output": "update"})  # as it has been
+    commands.provision(sums.pipeline)
 
 
 def test_a_bad_record_stops_the_pipeline_before_its_batch(orders: TopicsPipeline) -> None:
@@ -159,12 +187,38 @@ def test_bad_records_go_to_a_topic_of_their_own(orders: TopicsPipeline) -> None:
     orders.change(source={"bad_records": {"dead_letter": dead}})
     bad = [b"nonsense", b'{"id": "text"}', b'{"amount": 1}', b"[]", None]
     orders.send({"id": 1}, *bad, {"id": 2})
+    orders.change(source={"sql": "SELECT nullif(id, 2) AS id FROM messages"})
+    for _ in range(2):
+        with pytest.raises(ValueRefused):
+            orders.catch_up()
+    assert committed(orders.broker.brokers, dead) == []
+    orders.change(source={"sql": "SELECT id FROM messages"})
     orders.catch_up()
     orders.catch_up()
     assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(1,), (2,)]
     assert sorted(message.value or b"" for message in committed(orders.broker.brokers, dead)) == sorted(
         each or b"" for each in bad
     )
+
+
+def test_a_pattern_reads_whole_names_and_topics_that_come_later(orders: TopicsPipeline) -> None:
+    later, longer = f"{orders.topic}x", f"{orders.topic}-longer"
+    create_topic(orders.broker.brokers, longer)
+    del orders.document["source"]["topics"]
+    orders.change(source={"pattern": f"{orders.topic}x?"})
+    orders.send({"id": 1})
+    orders.send({"id": 100}, topic=longer)
+    orders.catch_up()
+    create_topic(orders.broker.brokers, later)
+    orders.send({"id": 2}, {"id": 3}, topic=later)
+    orders.catch_up()
+    orders.send({"id": 4}, topic=later)
+    orders.catch_up()
+    assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(1,), (2,), (3,), (4,)]
+    assert orders.record.identity["topics"].keys() == {orders.topic, later}
+    orders.change(source={"pattern": later})
+    with pytest.raises(ConfigError, match=f"leaves out {orders.topic}, "):
+        orders.catch_up()
 
 
 def test_changes_in_debezium_s_format_make_the_same_table(
@@ -203,9 +257,14 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
     assert orders.target_rows("SELECT to_regclass('public.t')") == [(None,)]
 
 
-def test_a_topic_that_was_made_anew_is_refused(orders: TopicsPipeline) -> None:
+def test_messages_that_retention_has_removed_and_a_topic_that_was_made_anew_are_refused(orders: TopicsPipeline) -> None:
     orders.send({"id": 1})
     orders.catch_up()
+    cluster = Cluster(orders.broker.brokers)
+    orders.send(*({"id": n} for n in range(20)))
+    cluster.truncate(orders.topic, cluster.ends(orders.topic, [0, 1]))
+    with pytest.raises(GateClosed, match="begins at offset"):
+        orders.catch_up()
     client = AdminClient({"bootstrap.servers": orders.broker.brokers})
     client.delete_topics([orders.topic])[orders.topic].result(SECONDS)
     with pytest.raises(ConfigError, match="no topic"):
@@ -213,6 +272,18 @@ def test_a_topic_that_was_made_anew_is_refused(orders: TopicsPipeline) -> None:
     create_topic(orders.broker.brokers, orders.topic, 2)
     with pytest.raises(GateClosed, match="made anew"):
         orders.catch_up()
+
+
+def test_what_cannot_be_read_any_more_is_told_with_what_can_be_done() -> None:
+    late = failure_of(
+        "[KAFKA_DATA_LOSS.ADDED_PARTITION_DOES_NOT_START_FROM_OFFSET_ZERO] Added partition t-1 starts from 5"
+    )
+    assert isinstance(late, GateClosed)
+    assert "remove the pipeline's checkpoint" in late.solution
+    lost = failure_of("[KAFKA_DATA_LOSS.SOME_PARTITIONS_MAY_HAVE_BEEN_DELETED] t-1")
+    assert isinstance(lost, GateClosed)
+    assert "Start again" in lost.solution
+    assert isinstance(failure_of("whatever"), StreamFailed)
 
 
 def test_the_commands_know_it(orders: TopicsPipeline) -> None:
@@ -233,11 +304,16 @@ def test_the_commands_know_it(orders: TopicsPipeline) -> None:
 def test_several_sinks_get_the_same_units(orders: TopicsPipeline, tmp_path: Path) -> None:
     orders.change(sink=None)
     sinks = [
-        {"dsn": orders.databases.pipeline_target},
         {"type": "files", "path": str(tmp_path / "lake"), "format": "json"},
+        {"dsn": orders.databases.pipeline_target},
     ]
     orders.change(sink=sinks)
+    commands.provision(orders.pipeline)
+    orders.target("ALTER TABLE public.t ADD CONSTRAINT small CHECK (id < 4)")
     orders.send(*({"id": n} for n in range(5)))
+    with pytest.raises(CdcError):  # in the first batch of the checkpoint, of which the second record knows nothing
+        orders.catch_up()
+    orders.target("ALTER TABLE public.t DROP CONSTRAINT small")
     orders.catch_up()
     orders.send({"id": 5})
     orders.target("ALTER TABLE public.t ADD CONSTRAINT small CHECK (id < 5)")

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.kafka.cluster import Topic
+from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.topics.cluster import behind, reached, with_all
-from airflow_cdc_provider.engine.topics.position import Found, Position, goes_on
+from airflow_cdc_provider.engine.topics.position import Found, Position, foremost, goes_on
 
 POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
-STEPS = ("batch", "crash when planned", "crash when committed", "lose", "copy", "restore checkpoint", "restore sink")
+CRASHES = ("batch", "crash when planned", "crash between sinks", "crash when committed")
+STEPS = (*CRASHES, "lose", "copy", "restore checkpoint", "restore sinks", "restore a sink")
 
 
 @dataclass
@@ -59,22 +61,23 @@ class Checkpoint:
 class Model:
     """A pipeline with one topic, to which messages are written all the time."""
 
-    def __init__(self, stateful: bool) -> None:
-        self.sink = Sink(replace(POSITION, stateful=stateful))
+    def __init__(self, stateful: bool, sinks: int) -> None:
+        self.sinks = [Sink(replace(POSITION, stateful=stateful)) for _ in range(sinks)]
         self.checkpoint: Checkpoint | None = None
         self.topic = 0
         self.made = 0
-        self.copies: dict[str, Sink | Checkpoint | None] = {}
+        self.copies: tuple[Checkpoint | None, list[Sink]] | None = None
 
     def run(self, crash: str | None) -> None:
         """Start, and bring in a batch; the process may end in between."""
-        position = self.sink.position
-        found = Found(None) if self.checkpoint is None else self.checkpoint.found(position)
-        base = position.base
-        if not goes_on(position, found, "there"):
+        positions = [sink.position for sink in self.sinks]
+        first = foremost(positions)
+        found = Found(None) if self.checkpoint is None else self.checkpoint.found(first)
+        base = first.base
+        if not goes_on(positions, found, "there"):
             self.made += 1
-            base = position.applied
-            self.checkpoint = Checkpoint(str(self.made), self.sink.offset)
+            base = first.applied
+            self.checkpoint = Checkpoint(str(self.made), self.sinks[0].offset)
         assert self.checkpoint is not None
         if len(self.checkpoint.planned) - 1 > self.checkpoint.committed:
             self._batch(self.checkpoint, base, None)
@@ -88,9 +91,10 @@ class Model:
         begin = checkpoint.planned[batch - 1] if batch else checkpoint.start
         messages = list(range(begin, checkpoint.planned[batch]))
         state = [*checkpoint.state, *messages]
-        self.sink.commit(base + batch + 1, checkpoint.planned[batch], messages, checkpoint.id, base)
-        if self.sink.position.stateful and self.sink.position.applied == base + batch + 1:
-            assert state == self.sink.messages, "the state does not know what the sink has"
+        for sink in self.sinks[:1] if crash == "crash between sinks" else self.sinks:
+            sink.commit(base + batch + 1, checkpoint.planned[batch], messages, checkpoint.id, base)
+            if sink.position.stateful and sink.position.applied == base + batch + 1:
+                assert state == sink.messages, "the state does not know what the sink has"
         if crash is None:
             checkpoint.committed, checkpoint.state = batch, state
 
@@ -98,28 +102,31 @@ class Model:
         if name == "lose":
             self.checkpoint = None
         elif name == "copy":
-            self.copies = {"checkpoint": deepcopy(self.checkpoint), "sink": deepcopy(self.sink)}
-        elif name == "restore checkpoint" and self.copies:
-            self.checkpoint = deepcopy(self.copies["checkpoint"])  # type: ignore[assignment]
-        elif name == "restore sink" and self.copies:
-            self.sink = deepcopy(self.copies["sink"])  # type: ignore[assignment]
-        else:
+            self.copies = deepcopy((self.checkpoint, self.sinks))
+        elif not name.startswith("restore"):
             self.run(name if name.startswith("crash") else None)
-        assert self.sink.messages == list(range(self.sink.offset)), name
+        elif self.copies:
+            checkpoint, sinks = deepcopy(self.copies)
+            if name == "restore checkpoint":
+                self.checkpoint = checkpoint
+            else:
+                self.sinks[-1 if name == "restore a sink" else 0 :] = sinks[-1 if name == "restore a sink" else 0 :]
+        for sink in self.sinks:
+            assert sink.messages == list(range(sink.offset)), name
 
 
 @settings(max_examples=600)
 @given(st.lists(st.sampled_from(STEPS), max_size=14))
 def test_without_state_every_message_is_brought_in_once_whatever_is_lost_or_restored(steps: list[str]) -> None:
-    model = Model(stateful=False)
+    model = Model(stateful=False, sinks=1)
     for step in steps:
         model.step(step)
 
 
 @settings(max_examples=600)
-@given(st.lists(st.sampled_from(STEPS), max_size=14))
-def test_with_state_it_goes_on_only_where_the_state_is_that_of_the_sink(steps: list[str]) -> None:
-    model = Model(stateful=True)
+@given(st.booleans(), st.integers(1, 2), st.lists(st.sampled_from(STEPS), max_size=14))
+def test_it_goes_on_only_where_state_and_sinks_know_the_same(stateful: bool, sinks: int, steps: list[str]) -> None:
+    model = Model(stateful, sinks)
     for step in steps:
         try:
             model.step(step)
@@ -127,9 +134,9 @@ def test_with_state_it_goes_on_only_where_the_state_is_that_of_the_sink(steps: l
             return
 
 
-@given(st.lists(st.sampled_from(STEPS[:3]), max_size=12))
-def test_with_state_crashes_alone_never_stop_it(steps: list[str]) -> None:
-    model = Model(stateful=True)
+@given(st.booleans(), st.integers(1, 2), st.lists(st.sampled_from(CRASHES), max_size=12))
+def test_crashes_alone_never_stop_it(stateful: bool, sinks: int, steps: list[str]) -> None:
+    model = Model(stateful, sinks)
     for step in steps:
         model.step(step)
 
@@ -147,6 +154,12 @@ def test_a_source_that_cannot_go_on_is_refused() -> None:
     ):
         with pytest.raises(GateClosed, match=said):
             position.require_source(cluster, topics, beginnings, ends)
+
+
+def test_the_record_of_a_pipeline_over_tables_is_refused() -> None:
+    record = Record(1, 0, 0.0, {"slot": "s"}, (), ())
+    with pytest.raises(ConfigError, match="source of tables"):
+        Position.of(record)
 
 
 def test_offsets_are_held_against_each_other() -> None:

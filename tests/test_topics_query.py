@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.topics.query import Shape, output_of, shape_of
+from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed
+from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.job import failure_of
+from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
 from tests.pipelines import SPARK_CONF
 from tests.test_config import document
 
@@ -51,20 +54,15 @@ def pipeline(sql: str, mode: str = "mirror", **source: Any) -> Pipeline:
     [
         ("SELECT id, value * 2 AS twice FROM messages WHERE value > 1", False),
         ("SELECT id, explode(tags) AS tag FROM messages", False),
-        (
-            "WITH few AS (SELECT * FROM messages WHERE id < 9) SELECT id FROM few UNION ALL SELECT id FROM messages",
-            False,
-        ),
+        ("WITH few AS (SELECT * FROM messages WHERE id < 9) SELECT id FROM few WHERE id > 1", False),
         ("SELECT m.id, name FROM messages m JOIN names USING (id)", False),
         ("SELECT id, count(*) AS n FROM messages GROUP BY id", True),
         ("SELECT DISTINCT id FROM messages", True),
         ("SELECT id, window.start AS at FROM messages GROUP BY id, window(at, '2 seconds')", True),
-        ("SELECT a.id FROM messages a JOIN messages b ON a.id = b.id AND a.at = b.at", True),
     ],
 )
 def test_a_query_keeps_state_if_a_row_depends_on_others(spark: SparkSession, sql: str, stateful: bool) -> None:
-    output = "append" if " JOIN messages" in sql else "update"
-    assert shape(spark, sql, output=output).stateful is stateful
+    assert shape(spark, sql).stateful is stateful
 
 
 def test_columns_have_the_types_that_sinks_know(spark: SparkSession) -> None:
@@ -96,6 +94,15 @@ def test_columns_have_the_types_that_sinks_know(spark: SparkSession) -> None:
         ("SELECT id FROM messages", {"key": None}, "source.key"),
         ("SELECT id FROM messages", {"format": "debezium"}, "_op"),
         ("SELECT id, count(*) AS n FROM messages GROUP BY id", {"output": "append"}, "watermark"),
+        (
+            "SELECT a.id FROM messages a JOIN messages b ON a.id = b.id AND a.at = b.at",
+            {"output": "append"},
+            "more than once",
+        ),
+        ("SELECT id FROM messages UNION ALL SELECT id FROM messages", {}, "more than once"),
+        ("WITH m AS (SELECT * FROM messages) SELECT id FROM m UNION ALL SELECT id FROM m", {}, "more than once"),
+        ("WITH m AS (SELECT * FROM messages) SELECT id FROM m UNION ALL SELECT id FROM messages", {}, "more than once"),
+        ("SELECT id FROM messages WHERE id IN (SELECT id FROM messages)", {}, "source.sql"),
     ],
 )
 def test_what_cannot_be_says_why(spark: SparkSession, sql: str, source: dict[str, Any], said: str) -> None:
@@ -110,3 +117,34 @@ def test_windows_are_told_to_logs_when_they_are_closed() -> None:
     assert output_of(pipeline(sql)) == "update"
     assert output_of(pipeline(sql, "changelog")) == "append"
     assert output_of(pipeline(sql, "changelog", output="update")) == "update"
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [({}, None), ({}, b"[]"), ({"format": "avro", "registry": "http://nowhere:1"}, b"{}")],
+)
+def test_no_condition_of_the_query_passes_over_a_bad_message(
+    spark: SparkSession, source: dict[str, Any], value: bytes | None
+) -> None:
+    """Spark puts conditions together, and those first by which most rows are left out: such as that id is there."""
+    topics = pipeline("SELECT id FROM messages WHERE id > 1 AND _topic = 't'", **source).topics
+    assert topics is not None
+    columns = "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp"
+    raw = spark.createDataFrame([(None, value, "t", 0, 5, None)], columns)
+    with pytest.raises(PySparkException) as told:
+        result(spark, topics, raw).collect()
+    bad = messages.bad_record(str(told.value))
+    assert bad is not None
+    assert "message 5 of t[0]" in bad.message
+
+
+def test_what_the_registry_says_reaches_the_driver(spark: SparkSession) -> None:
+    topics = pipeline("SELECT id FROM messages", format="avro", registry="http://127.0.0.1:1").topics
+    assert topics is not None
+    columns = "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp"
+    raw = spark.createDataFrame([(None, b"\x00\x00\x00\x00\x07x", "t", 0, 5, None)], columns)
+    with pytest.raises(PySparkException) as told:
+        result(spark, topics, raw).collect()
+    error = failure_of(str(told.value))
+    assert isinstance(error, ConnectionFailed)
+    assert "schema registry http://127.0.0.1:1: schema 7" in error.message

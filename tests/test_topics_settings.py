@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.addresses import java_properties
+from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.settings import PACKAGE
 from tests.test_config import document
 
@@ -53,6 +57,33 @@ def test_a_pipeline_over_topics_has_no_slot() -> None:
         parse().source
 
 
+def test_a_pattern_is_of_whole_names() -> None:
+    topics = parse(topics=None, pattern="a|shop", bad_records={"dead_letter": "shop-dead"}).topics
+    assert topics is not None
+    names = ("a", "shop", "shops", "my-shop", "__shop")
+    assert [name for name in names if topics.reads(name)] == ["a", "shop"]
+    assert topics.topic_options == {"subscribePattern": "^(?!__)(?:a|shop)$"}
+
+
+def test_a_checkpoint_shares_its_folder_with_others_and_removes_nothing_of_theirs(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    checkpoint = Checkpoint.of(parse(checkpoint=str(tmp_path)))
+    assert checkpoint.url == f"file://{tmp_path}/shop"
+    checkpoint.require_own()
+    checkpoint.remove()
+    for name in ("metadata", ".metadata.crc", "offsets/0", "state/0/0/1.zip", "theirs/data"):
+        (tmp_path / "shop" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "shop" / name).touch()
+    with pytest.raises(ConfigError, match="holds theirs"):
+        checkpoint.require_own()
+    checkpoint.remove()
+    assert [each.name for each in (tmp_path / "shop").iterdir()] == ["theirs"]
+    shutil.rmtree(tmp_path / "shop" / "theirs")
+    checkpoint.require_own()
+    checkpoint.remove()
+    assert [each.name for each in tmp_path.iterdir()] == ["data"]
+
+
 def test_passwords_go_to_java_and_are_shown_nowhere() -> None:
     given = {"security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "u"}
     pipeline = parse({"PW": 'p"\\w'}, properties={**given, "sasl.password": "${PW}", "ssl.ca.location": "/ca.pem"})
@@ -66,6 +97,31 @@ def test_passwords_go_to_java_and_are_shown_nowhere() -> None:
     )
     assert options["kafka.ssl.truststore.location"] == "/ca.pem"
     assert not {"kafka.sasl.password", "kafka.sasl.username", "kafka.ssl.ca.location"} & options.keys()
+
+
+def test_certificates_go_to_java() -> None:
+    given = {"ssl.ca.pem": "ca", "ssl.key.pem": "key", "ssl.certificate.pem": "chain", "ssl.key.password": "pw"}
+    pipeline = parse(properties=given)
+    topics = pipeline.topics
+    assert topics is not None
+    assert java_properties(topics.properties) == {
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.certificates": "ca",
+        "ssl.keystore.type": "PEM",
+        "ssl.keystore.key": "key",
+        "ssl.keystore.certificate.chain": "chain",
+        "ssl.key.password": "pw",
+    }
+    hidden = re.compile(pipeline.spark_conf["spark.redaction.regex"])
+    assert all(hidden.search(f"kafka.{name}") for name in ("ssl.keystore.key", "ssl.key.password", "ssl.key.pem"))
+    assert {"key", "pw"} <= set(topics.secrets)
+    assert java_properties((("ssl.keystore.location", "/k"), ("ssl.keystore.password", "pw"))) == {
+        "ssl.keystore.type": "PKCS12",
+        "ssl.keystore.location": "/k",
+        "ssl.keystore.password": "pw",
+    }
+    with pytest.raises(ConfigError, match=r"ssl\.key\.location"):
+        parse(properties={"ssl.key.location": "/key.pem"})
 
 
 def test_what_the_engine_decides_is_not_left_to_properties() -> None:
@@ -112,6 +168,8 @@ def test_dags_are_parsed_without_connections() -> None:
         ({"late": "keep"}, "drop, count"),
         ({"bad_records": "ignore"}, "dead_letter"),
         ({"bad_records": {"dead_letter": "a b"}}, "the name of a topic"),
+        ({"bad_records": {"dead_letter": "clicks"}}, "one of the topics that are read"),
+        ({"topics": None, "pattern": "c.*", "bad_records": {"dead_letter": "clicks-dead"}}, "one of the topics"),
         ({"checkpoint": "relative"}, "a URL"),
         ({"format": "xml"}, "json, avro, debezium"),
         ({"format": "avro"}, "source.registry"),

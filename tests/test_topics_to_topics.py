@@ -12,9 +12,11 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.errors import SinkIsSource
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS as PATIENCE
+from tests.kafka_server import create_topic
 from tests.kafka_sink import consumed
 from tests.topics import TopicsPipeline, moments
 
@@ -74,6 +76,19 @@ def test_a_driver_that_dies_leaves_nothing_out_and_nothing_twice(copy: TopicsToT
     copy.catch_up()
     assert sorted(row["id"] for row in copy.received()) == list(range(40))
     assert sum(copy.offsets().values()) == 40
+
+
+def test_its_own_topics_are_not_read(copy: TopicsToTopic) -> None:
+    topics = copy.document["source"].pop("topics")
+    for pattern in (f"in-.*|{copy.out}.*", "in-.*|.*cdc.*", "in-.*|.*[.]staging"):
+        copy.change(source={"pattern": pattern})
+        with pytest.raises(SinkIsSource):
+            commands.provision(copy.pipeline)
+    del copy.document["source"]["pattern"]
+    copy.change(source={"topics": [*topics, f"{copy.out}.t"]})
+    create_topic(copy.broker.brokers, f"{copy.out}.t")
+    with pytest.raises(SinkIsSource, match=f"{copy.out}.t"):
+        commands.provision(copy.pipeline)
 
 
 def test_windows_of_valid_identifiers_are_told_once(visits: TopicsToTopic) -> None:

@@ -161,7 +161,12 @@ def _refuse_taken_slot(source: Connection, name: str) -> None:
 
 
 def _refuse_other_mode(pipeline: Pipeline, identity: Mapping[str, Any]) -> None:
-    """The mode is part of what has been written; the file may not change it."""
+    """The mode is part of what has been written; the file may not change it, nor the kind of source."""
+    if "slot" not in identity:
+        raise ConfigError(
+            "source.type: 'postgres', but the pipeline of this name has been provisioned with topics of Kafka",
+            "Put the source back, or use another pipeline name for the tables.",
+        )
     if identity["mode"] != pipeline.sink.mode:
         raise ConfigError(
             f"sink.mode: {pipeline.sink.mode!r}, but the pipeline has been provisioned as {identity['mode']!r}",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.section import Section, as_text
 
 Properties: TypeAlias = tuple[tuple[str, str], ...]
@@ -77,7 +78,7 @@ def address_of(connection: str) -> tuple[str, Properties]:
 def java_properties(properties: Properties) -> Mapping[str, str]:
     """A client's properties as Java names them: a login becomes the one line that JAAS reads.
 
-    Certificates and keys are files of PEM; Java takes their texts.
+    So do certificates and keys, see :func:`require_for_java`.
     """
     given = dict(properties)
     found = {name: value for name, value in given.items() if name not in _LIBRDKAFKA}
@@ -89,12 +90,39 @@ def java_properties(properties: Properties) -> Mapping[str, str]:
         login = {"username": given["sasl.username"], "password": given.get("sasl.password", "")}
         options = " ".join(f'{name}="{_escaped(value)}"' for name, value in login.items())
         found["sasl.jaas.config"] = f"org.apache.kafka.common.security.{module} required {options};"
-    if "ssl.ca.location" in given:
-        found |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": given["ssl.ca.location"]}
+    for name, (java, beside) in _CERTIFICATES.items():
+        if name in given:
+            found |= {java: given[name], **beside}
     return found
 
 
-_LIBRDKAFKA = ("sasl.mechanisms", "sasl.username", "sasl.password", "ssl.ca.location")
+_TRUST, _KEYS = {"ssl.truststore.type": "PEM"}, {"ssl.keystore.type": "PEM"}
+_CERTIFICATES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "ssl.ca.location": ("ssl.truststore.location", _TRUST),
+    "ssl.ca.pem": ("ssl.truststore.certificates", _TRUST),
+    "ssl.key.pem": ("ssl.keystore.key", _KEYS),
+    "ssl.certificate.pem": ("ssl.keystore.certificate.chain", _KEYS),
+    "ssl.key.password": ("ssl.key.password", {}),
+    "ssl.keystore.location": ("ssl.keystore.location", {"ssl.keystore.type": "PKCS12"}),
+    "ssl.keystore.password": ("ssl.keystore.password", {}),
+}
+"""What librdkafka knows as PEM, or PKCS#12 for a keystore, as Java knows it, and what has to be said with it."""
+_FILES = ("ssl.key.location", "ssl.certificate.location", "ssl.certificate.and.key.location")
+_LIBRDKAFKA = ("sasl.mechanisms", "sasl.username", "sasl.password", *_CERTIFICATES)
+
+
+def require_for_java(properties: Properties) -> None:
+    """Refuse what Java has no name for.
+
+    :raises ConfigError: naming it.
+    """
+    found = next((name for name, _ in properties if name in _FILES), None)
+    if found is not None:
+        raise ConfigError(
+            f"source.properties: {found} names a file that Java's client of Kafka does not read",
+            "Give key and certificate as texts, by ssl.key.pem and ssl.certificate.pem; or both in one PKCS#12 file, by"
+            " ssl.keystore.location and ssl.keystore.password.",
+        )
 
 
 def _escaped(text: str) -> str:

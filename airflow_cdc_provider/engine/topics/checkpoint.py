@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import StateUnwritable, StreamFailed
+from airflow_cdc_provider.engine.errors import ConfigError, StateUnwritable, StreamFailed
 from airflow_cdc_provider.engine.topics.position import Found, Position
 from airflow_cdc_provider.engine.topics.settings import Offsets
 
 _VERSION = "v1"
+_SPARKS = re.compile(r"metadata|offsets|commits|sources|state|[.]metadata[.].*")
+"""What Spark makes in a checkpoint; the last for sums of the file and for what it has not renamed yet."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,10 @@ class Checkpoint:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Checkpoint:
-        """The one of a pipeline over topics."""
+        """The one of a pipeline over topics; where the file names a folder, others may have theirs beside it."""
         assert pipeline.topics is not None
-        return cls(pipeline.topics.checkpoint or f"{pipeline.state.rstrip('/')}/checkpoint")
+        own = pipeline.topics.checkpoint
+        return cls(f"{own}/{pipeline.name}" if own else f"{pipeline.state.rstrip('/')}/checkpoint")
 
     def id(self) -> str | None:
         """What Spark has named the query; ``None`` where there is no checkpoint."""
@@ -70,12 +74,26 @@ class Checkpoint:
             )
         return lines
 
+    def require_own(self) -> None:
+        """Refuse a folder that holds what Spark does not write there: it would be removed with the checkpoint.
+
+        :raises ConfigError: naming it.
+        """
+        strange = [name for name in sorted(self._names("")) if not _SPARKS.fullmatch(name)]
+        if strange:
+            raise ConfigError(
+                f"the checkpoint {self.url} is to be a folder of its own, and holds {strange[0]}",
+                "Name another one by source.checkpoint, or move away what is not of Spark.",
+            )
+
     def remove(self) -> None:
-        """Remove it, if it is there."""
+        """Remove it, if it is there: what Spark writes, and the folder if it holds nothing else."""
         system, path = self._place()
         try:
-            if system.exists(path):
-                system.rm(path, recursive=True)
+            for name in filter(_SPARKS.fullmatch, self._names("")):
+                system.rm(f"{path}/{name}", recursive=True)
+            if system.exists(path) and not self._names(""):
+                system.rmdir(path)
         except Exception as e:  # object stores raise classes of their own
             raise self._unusable("removed", "", e) from e
 
@@ -93,14 +111,17 @@ class Checkpoint:
             raise self._unusable("read", name, e) from e
 
     def _numbers(self, folder: str) -> list[int]:
+        return [int(name) for name in self._names(folder) if name.isdigit()]
+
+    def _names(self, folder: str) -> set[str]:
         system, path = self._place()
         try:
-            names = [str(each).rpartition("/")[2] for each in system.ls(f"{path}/{folder}", detail=False, refresh=True)]
+            found = system.ls(f"{path}/{folder}".rstrip("/"), detail=False, refresh=True)
         except FileNotFoundError:
-            return []
+            return set()
         except Exception as e:  # as above
             raise self._unusable("listed", folder, e) from e
-        return [int(name) for name in names if name.isdigit()]
+        return {str(each).rstrip("/").rpartition("/")[2] for each in found}
 
     def _unusable(self, what: str, name: str, error: Exception) -> StateUnwritable:
         return StateUnwritable(

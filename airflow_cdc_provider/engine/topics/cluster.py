@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,7 @@ class Topics:
         """
         names: Sequence[str] = self.source.topics
         if self.source.pattern:
-            # As Kafka's consumer has it: topics of its own are left out unless they are named.
-            names = [name for name in self._listed() if re.fullmatch(self.source.pattern, name)]
+            names = [name for name in self._listed() if self.source.reads(name)]
         found = self.described(names)
         lacking = sorted({*names} - {topic.name for topic in found})
         if lacking or not found:

@@ -26,10 +26,11 @@ from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.stream import StreamProgress
 from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.avro import carried_error, unknown_schemas
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached, with_all
 from airflow_cdc_provider.engine.topics.gate import pass_gate
-from airflow_cdc_provider.engine.topics.position import Position, goes_on
+from airflow_cdc_provider.engine.topics.position import REPAIR, Position, foremost, goes_on
 from airflow_cdc_provider.engine.topics.query import output_of, result, shape_of
 from airflow_cdc_provider.engine.topics.settings import Offsets
 from airflow_cdc_provider.engine.topics.units import TopicUnits, records_of
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _LOST = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|failOnDataLoss|UNABLE_TO_DETECT_PARTITION_OFFSET_CHANGED")
+_BEGINS_LATE = re.compile(r"ADDED_PARTITION_DOES_NOT_START_FROM_OFFSET_ZERO")
 _EARLIEST = -2
 
 
@@ -80,7 +82,7 @@ class TopicJob:
         self._checkpoint = Checkpoint.of(run.pipeline)
         records = records_of(run)
         self._slowest = min(records, key=lambda record: record.applied)
-        self._level = len({record.applied for record in records}) == 1
+        self._positions = [Position.of(record) for record in records]
         self._unit = threading.Lock()
         self._stopped = False
         self._failure: CdcError | None = None
@@ -115,22 +117,25 @@ class TopicJob:
         self._run.commit_record.sweep(self._run.epoch)
         shape = shape_of(self._spark, self._run.pipeline)
         _require_same(shape.table.to_dict(), self._slowest.targets[0].table.to_dict(), self._run.pipeline.name)
+        if shape.stateful != position.stateful:
+            raise ConfigError(
+                f"source.sql keeps {'state' if shape.stateful else 'no state'}, but the pipeline has been provisioned"
+                f" with a query that keeps {'none' if shape.stateful else 'some'}",
+                "Put it back, or use another pipeline name: the state that the query would need is of no checkpoint.",
+            )
         ends = pass_gate(self._topics, position)
-        base = position.base
-        if not goes_on(position, self._checkpoint.find(position), self._checkpoint.url):
-            if not self._level:
-                raise GateClosed(
-                    f"the checkpoint {self._checkpoint.url} is gone, and the sinks stand at different units",
-                    "Restore the checkpoint; or run each sink as a pipeline of its own.",
-                )
+        first = foremost(self._positions)
+        base = first.base
+        if not goes_on(self._positions, self._checkpoint.find(first), self._checkpoint.url):
             self._checkpoint.remove()
             base = position.applied
-        self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint)
+        missed = unknown_schemas(self._spark)
+        self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint, missed)
         self._lag = behind(position.offsets, ends)
         spare_modules()
         # New partitions, and topics that a pattern matches by now, are read from their beginning.
         starting = with_all(position.offsets, self._topics.named(), lambda topic, partition: _EARLIEST)
-        rows = result(self._spark, self._source, messages.raw_stream(self._spark, self._source, starting))
+        rows = result(self._spark, self._source, messages.raw_stream(self._spark, self._source, starting), missed)
         return (
             rows.writeStream.queryName(f"airflow-cdc {self._run.pipeline.name}")
             .outputMode(output_of(self._run.pipeline))
@@ -217,10 +222,17 @@ class TopicJob:
 
 def failure_of(text: str) -> CdcError:
     """What Spark has ended a batch or the query for, by its words."""
-    bad = messages.bad_record(text)
-    if bad is not None:
-        return bad
+    told = messages.bad_record(text) or carried_error(text)
+    if told is not None:
+        return told
     said = next((line for line in text.splitlines() if line.strip()), "without a message")
+    if _BEGINS_LATE.search(text):
+        return GateClosed(
+            f"the first messages of a partition that came later are gone from it, unread: {said}",
+            "If the query keeps no state, remove the pipeline's checkpoint (source.checkpoint, or checkpoint in its"
+            " state) and start again: it goes on from the commit record, with what the partition still has. Otherwise:"
+            f" {REPAIR} So that it does not happen again, raise the topic's retention.",
+        )
     if _LOST.search(text):
         return GateClosed(
             f"messages that have not been read are gone from their topic: {said}",

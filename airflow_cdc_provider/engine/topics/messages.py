@@ -13,6 +13,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, cast
 
+from pyspark import Accumulator
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructField, StructType
@@ -28,7 +29,7 @@ OP = "_op"
 _TROUBLE = "_trouble"
 _UNREADABLE = "_unreadable"
 _LETTERS = {"r": "r", "c": "i", "u": "u", "d": "d"}
-_BAD = re.compile(r"bad record (\S+)\[(\d+)\]@(\d+): (.*?) \(end of trouble\)")
+_BAD = re.compile(r"bad record (\S+)\[(\d+)\]@(\d+): (.*?) \(end of trouble\)", re.DOTALL)
 
 
 def columns_of(source: TopicSource) -> StructType:
@@ -50,10 +51,9 @@ def raw_stream(spark: SparkSession, source: TopicSource, starting: Offsets) -> D
 
     :param starting: where to begin, for all partitions, unless there is a checkpoint.
     """
-    chosen = {"subscribePattern": source.pattern} if source.pattern else {"subscribe": ",".join(source.topics)}
     options = {
         **source.client_options,
-        **chosen,
+        **source.topic_options,
         "startingOffsets": json.dumps(starting),
         "maxOffsetsPerTrigger": str(source.max_batch_messages),
         "failOnDataLoss": "true",
@@ -98,9 +98,12 @@ def raw_nothing(spark: SparkSession) -> DataFrame:
     return spark.readStream.format("rate").load().select(*columns, "timestamp")
 
 
-def readable(raw: DataFrame, source: TopicSource) -> DataFrame:
-    """The view's rows, without messages that have a trouble."""
-    return _shown(_decoded(raw, source), source).filter(f.col(_TROUBLE).isNull()).drop(_TROUBLE)
+def readable(raw: DataFrame, source: TopicSource, missed: Accumulator[frozenset[int]] | None = None) -> DataFrame:
+    """The view's rows, without messages that have a trouble.
+
+    :param missed: see :class:`.AvroTexts`, as for all functions here.
+    """
+    return _shown(_decoded(raw, source, missed), source).filter(f.col(_TROUBLE).isNull()).drop(_TROUBLE)
 
 
 def required(raw: DataFrame, source: TopicSource) -> DataFrame:
@@ -117,12 +120,18 @@ def required(raw: DataFrame, source: TopicSource) -> DataFrame:
         f.col(_TROUBLE),
         f.lit(" (end of trouble)"),
     )
-    ends = f.when(f.col(_TROUBLE).isNotNull(), f.raise_error(said).cast("boolean")).otherwise(f.lit(True))
+    # What Spark cannot know before it puts together with no other condition: one of the query's, asked first, would let
+    # the message go unseen.
+    bad = f.col(_TROUBLE).isNotNull() & (f.spark_partition_id() >= 0)
+    ends = f.when(bad, f.raise_error(said).cast("boolean")).otherwise(f.lit(True))
     return _shown(decoded.filter(ends), source).drop(_TROUBLE)
 
 
-def troubled(raw: DataFrame, source: TopicSource) -> DataFrame:
-    """Messages that have a trouble, as they are to be written to another topic, with headers that say where from."""
+def troubled(raw: DataFrame, source: TopicSource, missing: frozenset[int]) -> DataFrame:
+    """Messages that have a trouble, as they are to be written to another topic, with headers that say where from.
+
+    :param missing: see :class:`.AvroTexts`.
+    """
     told = {name: f.col(name) for name in ("topic", "partition", "offset")} | {"error": f.col(_TROUBLE)}
     headers = f.array(
         *(
@@ -130,7 +139,7 @@ def troubled(raw: DataFrame, source: TopicSource) -> DataFrame:
             for name, value in told.items()
         )
     )
-    bad = _decoded(raw, source).filter(f.col(_TROUBLE).isNotNull())
+    bad = _decoded(raw, source, missing=missing).filter(f.col(_TROUBLE).isNotNull())
     return bad.select("key", "value", headers.alias("headers"))
 
 
@@ -150,18 +159,22 @@ def bad_record(text: str) -> BadRecord | None:
     )
 
 
-def _decoded(raw: DataFrame, source: TopicSource) -> DataFrame:
+def _decoded(
+    raw: DataFrame,
+    source: TopicSource,
+    missed: Accumulator[frozenset[int]] | None = None,
+    missing: frozenset[int] = frozenset(),
+) -> DataFrame:
     """Messages with their row in ``m``, what is wrong with it, and in Debezium's format the operation."""
-    columns, texts = columns_of(source), _texts(raw, source)
+    columns = columns_of(source)
+    if source.registry:
+        schema = StructType([*raw.schema, *(StructField(name, StringType()) for name in (TEXT, UNDECODED))])
+        registry = Registry(source.registry, source.registry_properties)
+        texts = raw.mapInArrow(AvroTexts(registry, missed, missing), schema)
+    else:
+        nothing = f.lit(None).cast("string")
+        texts = raw.withColumn(TEXT, f.col("value").cast("string")).withColumn(UNDECODED, nothing)
     return _debezium(texts, columns) if source.format == "debezium" else _plain(texts, columns)
-
-
-def _texts(raw: DataFrame, source: TopicSource) -> DataFrame:
-    """Messages with their values as JSON."""
-    if not source.registry:
-        return raw.withColumn(TEXT, f.col("value").cast("string")).withColumn(UNDECODED, f.lit(None).cast("string"))
-    schema = StructType([*raw.schema, *(StructField(name, StringType()) for name in (TEXT, UNDECODED))])
-    return raw.mapInArrow(AvroTexts(Registry(source.registry, source.registry_properties)), schema)
 
 
 def _plain(raw: DataFrame, columns: StructType) -> DataFrame:

@@ -14,12 +14,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.errors import GateClosed
+from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.topics.settings import Offsets
 
-_REPAIR = (
+REPAIR = (
     "Run `airflow-cdc drop`, empty or drop the target tables, then `airflow-cdc run`: it begins again from the first"
     " messages that the topics still have."
 )
@@ -50,8 +50,16 @@ class Position:
 
     @classmethod
     def of(cls, record: Record) -> Position:
-        """Read it."""
+        """Read it.
+
+        :raises ConfigError: when it is that of a pipeline over tables.
+        """
         identity = record.identity
+        if "cluster" not in identity:
+            raise ConfigError(
+                "source.type: 'kafka', but the pipeline of this name has been provisioned with a source of tables",
+                "Put the source back, or use another pipeline name for the topics.",
+            )
         return cls(
             record.applied,
             identity["cluster"],
@@ -78,7 +86,7 @@ class Position:
         if cluster != self.cluster:
             raise GateClosed(
                 f"the brokers are of cluster {cluster}, but the sink was filled from {self.cluster}",
-                f"If `source.brokers` is wrong, correct it. If the cluster has been replaced: {_REPAIR}",
+                f"If `source.brokers` is wrong, correct it. If the cluster has been replaced: {REPAIR}",
             )
         there = {topic.name: topic.id for topic in topics}
         for name, id_ in self.topics.items():
@@ -86,7 +94,7 @@ class Position:
                 raise GateClosed(
                     f"topic {name} {'has been made anew' if name in there else 'no longer exists'}: offsets of before"
                     " mean nothing in it",
-                    _REPAIR,
+                    REPAIR,
                 )
         for name, partitions in self.offsets.items():
             for partition, offset in partitions.items():
@@ -95,12 +103,12 @@ class Position:
                     raise GateClosed(
                         f"{name}[{partition}] begins at offset {first} by now, but has been read up to {offset} only:"
                         " what lay between has been removed",
-                        f"{_REPAIR} So that it does not happen again, raise the topic's retention.",
+                        f"{REPAIR} So that it does not happen again, raise the topic's retention.",
                     )
                 if end < offset:
                     raise GateClosed(
                         f"{name}[{partition}] ends at offset {end}, but the sink was filled from it up to {offset}",
-                        _REPAIR,
+                        REPAIR,
                     )
 
     @staticmethod
@@ -126,23 +134,44 @@ class Found:
     offsets: Offsets | None = None
 
 
-def goes_on(position: Position, found: Found, place: str) -> bool:
-    """Whether the query goes on with a checkpoint; otherwise it begins with another one, at the record's offsets.
+def goes_on(positions: Collection[Position], found: Found, place: str) -> bool:
+    """Whether the query goes on with a checkpoint; otherwise it begins with another one, at the records' offsets.
 
-    Nothing but the record is needed for that, unless the query has state, which the checkpoint keeps.
+    Nothing but the records is needed for that, unless the query has state, which the checkpoint keeps, or a unit is in
+    one sink only, as after one that failed: Spark alone knows where it ended.
 
+    :param positions: of all sinks.
+    :param found: what stands there of the one that has most, see :func:`foremost`.
     :param place: of the checkpoint, for messages.
-    :raises GateClosed: when the query has state, and the checkpoint is not the one that goes with the record.
+    :raises GateClosed: when it has to go on with the checkpoint, and that is not the one that goes with the records; or
+        when a sink lacks more than a unit that another one has.
     """
-    last = position.applied - position.base - 1
-    in_step = last - 1 <= found.committed <= last <= found.planned <= last + 1
-    if in_step and found.offsets == position.offsets:
+    most, least = foremost(positions), min(position.applied for position in positions)
+    ahead = most.applied - least
+    if ahead > 1:
+        raise GateClosed(
+            f"the sinks stand at different units, {least} and {most.applied}, as when one is restored from a backup",
+            f"Restore all sinks of the same moment. Without that: {REPAIR}",
+        )
+    last = least - most.base - 1
+    in_step = last - 1 <= found.committed <= last and last + ahead <= found.planned <= last + 1
+    if in_step and found.offsets == most.offsets:
         return True
-    if position.stateful and position.checkpoint is not None:
-        what = "is gone" if found.id is None else "is not the one that goes with the sink's commit record"
+    what = "is gone" if found.id is None else "is not the one that goes with the sink's commit record"
+    if most.stateful and most.checkpoint is not None:
         raise GateClosed(
             f"the checkpoint {place}, which keeps the state of the pipeline's query, {what}: sums would begin anew in"
             " the middle of their windows",
-            f"Restore checkpoint and sink of the same moment. Without that: {_REPAIR}",
+            f"Restore checkpoint and sink of the same moment. Without that: {REPAIR}",
+        )
+    if ahead:
+        raise GateClosed(
+            f"the checkpoint {place} {what}, and the sinks stand at different units",
+            "Restore the checkpoint; or run each sink as a pipeline of its own.",
         )
     return False
+
+
+def foremost(positions: Collection[Position]) -> Position:
+    """Of a pipeline's sinks the one that has most: those that lack its last unit may not know the checkpoint yet."""
+    return max(positions, key=lambda position: position.applied)

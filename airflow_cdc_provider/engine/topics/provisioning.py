@@ -11,8 +11,9 @@ from typing import Any
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import ConfigError, MissingPrivilege, SinkIsSource
 from airflow_cdc_provider.engine.findings import Checks, Finding, require
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.ledger import forget_ledger, read_ledger, write_ledger
 from airflow_cdc_provider.engine.preflight import check_beside_source, preflight, target_name
 from airflow_cdc_provider.engine.run import (
@@ -26,7 +27,12 @@ from airflow_cdc_provider.engine.run import (
     take_epoch,
 )
 from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
+from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
+from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
+from airflow_cdc_provider.engine.sinks.kafka.staging import SUFFIX
 from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.topics.avro import READ_SCHEMAS
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics
 from airflow_cdc_provider.engine.topics.gate import pass_gate
@@ -43,6 +49,10 @@ def check(pipeline: Pipeline) -> list[Finding]:
         checks.run("topics", topics.named, lambda found: f"Topics that are read: {len(found)}.")
         if source.dead_letters:
             checks.run("dead letters", lambda: _dead_letters(topics))
+        checks.run("identity", lambda: _identity(pipeline, named))
+    if source.registry:
+        checks.run("schema registry", lambda: _registry(Registry(source.registry, source.registry_properties)))
+    checks.run("checkpoint", lambda: _checkpoint(pipeline))
     check_beside_source(checks, pipeline, None, None)
     return checks.findings
 
@@ -63,7 +73,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
     new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
     for branch in pipeline.branches:
         if branch not in new:
-            _require_same(branch, existing_record(branch))
+            _require_same(branch, existing_record(branch), _meaning(pipeline))
     if new:
         _begin(pipeline, new, record)
     epoch = take_epoch(pipeline, state, takeover)
@@ -110,18 +120,27 @@ def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
     named = topics.named()
     offsets = topics.beginnings(named) if source.starting == "earliest" else topics.ends(named)
     ids = {topic.name: topic.id for topic in named}
-    return Position(0, topics.cluster.id(), offsets, offsets, ids, source.meaning, stateful, None, 0).to_identity()
+    return Position(0, topics.cluster.id(), offsets, offsets, ids, _meaning(pipeline), stateful, None, 0).to_identity()
 
 
 def _without_mode(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in identity.items() if name != "mode"}
 
 
-def _require_same(branch: Pipeline, record: Record) -> None:
+def _meaning(pipeline: Pipeline) -> Mapping[str, Any]:
+    """What of the file decides about rows and state; the sinks may decide about the output."""
+    from airflow_cdc_provider.engine.topics.query import output_of
+
+    return {**_source(pipeline).meaning, "output": output_of(pipeline)}
+
+
+def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) -> None:
     """Refuse a file whose meaning is no longer that of what has been written, or of the state that is kept.
 
+    :param meaning: see :func:`_meaning`, of the whole pipeline.
     :raises ConfigError: naming the key.
     """
+    position = Position.of(record)
     if record.identity["mode"] != branch.sink.mode:
         raise ConfigError(
             f"sink.mode: {branch.sink.mode!r}, but the pipeline has been provisioned as {record.identity['mode']!r}",
@@ -134,7 +153,6 @@ def _require_same(branch: Pipeline, record: Record) -> None:
                 f" {target.schema}.{target.name}",
                 "Put the schema back, or use another pipeline name for the other schema.",
             )
-    position, meaning = Position.of(record), _source(branch).meaning
     fixed = meaning.keys() if position.stateful else ("table", "key")
     for name in fixed:
         if meaning[name] != position.query[name]:
@@ -146,15 +164,43 @@ def _require_same(branch: Pipeline, record: Record) -> None:
             )
 
 
+def _registry(registry: Registry) -> str:
+    try:
+        registry.check()
+    except MissingPrivilege as e:
+        raise MissingPrivilege(e.message, READ_SCHEMAS) from e
+    return f"The schema registry {registry.url} answers."
+
+
+def _checkpoint(pipeline: Pipeline) -> str:
+    checkpoint = Checkpoint.of(pipeline)
+    checkpoint.require_own()
+    return f"The checkpoint {checkpoint.url} holds nothing of others."
+
+
+def _identity(pipeline: Pipeline, cluster: str) -> str:
+    """Refuse to read what the pipeline itself writes: it would never come to an end."""
+    source = _source(pipeline)
+    schema, name = source.schema_and_name
+    for sink in pipeline.sinks:
+        if not isinstance(sink, KafkaSettings) or Cluster(sink.brokers, sink.properties).id() != cluster:
+            continue
+        own = f"{PREFIX}{pipeline.name}"
+        target = sink.topic_of(pipeline.name, sink.schema.replace("{schema}", schema), name)
+        for topic in (target, own, f"{own}{SUFFIX}"):
+            if source.reads(topic):
+                raise SinkIsSource(
+                    f"source.{'pattern' if source.pattern else 'topics'} reads {topic}, which the pipeline writes",
+                    "Give the sink another topic by sink.topic, or let source.pattern leave the pipeline's own out.",
+                )
+    return "The pipeline reads no topic that it writes."
+
+
 def _dead_letters(topics: Topics) -> str:
     name = topics.source.dead_letters
     if not topics.described([name]):
         raise ConfigError(
             f"source.bad_records: {topics.source.brokers} has no topic {name}", "Create it, or name another one."
-        )
-    if name in {topic.name for topic in topics.named()}:
-        raise ConfigError(
-            f"source.bad_records: {name} is one of the topics that are read", "Name a topic that is not read."
         )
     return f"Messages that cannot be read go to {name}."
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pyspark import Accumulator
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
@@ -67,15 +69,27 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
         _check_output(spark, rows, output_of(pipeline))
     except PySparkException as e:
         raise _refused(e) from e
-    stateful = any(_keeps_state(node) for node in _nodes(rows._jdf.queryExecution().analyzed()))
+    plan = rows._jdf.queryExecution().analyzed()
+    if _reads(plan) > 1:
+        raise ConfigError(
+            f"source.sql reads {VIEW} more than once",
+            "Name it once: Spark would read the topics anew for each, by offsets of their own. What a union gives,"
+            " explode() of an array of structs gives, too.",
+        )
+    stateful = any(_keeps_state(node) for node in _nodes(plan))
     names = [field.name for field in rows.schema]
     _check_names(pipeline, names, stateful)
     return Shape(_table(source, rows.schema), stateful, OP in names)
 
 
-def result(spark: SparkSession, source: TopicSource, raw: DataFrame) -> DataFrame:
-    """The query over messages."""
-    rows = messages.readable(raw, source) if source.dead_letters else messages.required(raw, source)
+def result(
+    spark: SparkSession, source: TopicSource, raw: DataFrame, missed: Accumulator[frozenset[int]] | None = None
+) -> DataFrame:
+    """The query over messages.
+
+    :param missed: see :class:`.AvroTexts`.
+    """
+    rows = messages.readable(raw, source, missed) if source.dead_letters else messages.required(raw, source)
     column, delay = source.watermark
     if column:
         rows = rows.withWatermark(column, f"{round(delay * 1000)} milliseconds")
@@ -126,6 +140,16 @@ def _nodes(plan: Any) -> Iterator[Any]:
     children = plan.children()
     for place in range(children.size()):
         yield from _nodes(children.apply(place))
+
+
+def _reads(plan: Any) -> int:
+    """How often the messages are read: what a WITH has read is there once, and once for each that refers to it."""
+    subqueries = plan.subqueriesAll()
+    plans = [plan, *(subqueries.apply(place) for place in range(subqueries.size()))]
+    streaming = [node for each in plans for node in _nodes(each) if node.isStreaming()]
+    named = Counter(str(node.nodeName()) for node in streaming)
+    leaves = sum(bool(node.children().isEmpty()) for node in streaming) - named["CTERelationRef"]
+    return leaves + max(0, named["CTERelationRef"] - named["CTERelationDef"])
 
 
 def _keeps_state(node: Any) -> bool:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, cast
 
 from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.kafka.addresses import Properties, brokers_of, java_properties, secrets_of
+from airflow_cdc_provider.engine.kafka.addresses import (
+    Properties,
+    brokers_of,
+    java_properties,
+    require_for_java,
+    secrets_of,
+)
 from airflow_cdc_provider.engine.section import (
     Section,
     as_positive_integer,
@@ -33,6 +39,7 @@ Offsets: TypeAlias = Mapping[str, Mapping[str, int]]
 _STATE_STORE = "spark.sql.streaming.stateStore"
 _RESERVED = ("bootstrap.servers", "isolation.level", "group.id", "auto.offset.reset", "enable.auto.commit")
 _LABEL = re.compile(r"[^.]+\.[^.]+")
+_INTERNAL = "__"
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
@@ -43,7 +50,7 @@ class TopicSource:
     :param brokers: ``host:port``, several with commas.
     :param properties: of the client, as librdkafka names them.
     :param topics: their names; empty with a ``pattern``.
-    :param pattern: a regular expression of Java that whole names match; empty with ``topics``.
+    :param pattern: a regular expression that whole names match, for Python and Java alike; empty with ``topics``.
     :param starting: where topics are read from that nothing is recorded of.
     :param format: of the messages' values.
     :param registry: the schema registry's URL, where values are in Avro; empty where they are in JSON.
@@ -89,6 +96,7 @@ class TopicSource:
         :raises ConfigError: naming the key's path, the value and what would be right.
         """
         brokers, properties = brokers_of(section, _RESERVED)
+        require_for_java(properties)
         nothing: tuple[str, ...] = ()
         topics, pattern = section.take("topics", _topics, nothing), section.take("pattern", _pattern, "")
         if bool(topics) == bool(pattern):
@@ -100,7 +108,7 @@ class TopicSource:
         registry = ""
         if format_ != "json":
             registry = section.take("registry", as_text, None if format_ == "avro" else "")
-        return cls(
+        found = cls(
             brokers=brokers,
             properties=properties,
             topics=topics,
@@ -120,6 +128,24 @@ class TopicSource:
             registry=registry,
             registry_properties=section.texts("registry_properties", secret=True) if registry else (),
         )
+        if found.dead_letters and found.reads(found.dead_letters):
+            raise ConfigError(
+                f"source.bad_records: {found.dead_letters} is one of the topics that are read", "Name one that is not."
+            )
+        return found
+
+    def reads(self, topic: str) -> bool:
+        """Whether it reads a topic of some name; by a pattern none of Kafka's own, as Kafka's consumer has it."""
+        if not self.pattern:
+            return topic in self.topics
+        return topic[:2] != _INTERNAL and re.fullmatch(self.pattern, topic) is not None
+
+    @property
+    def topic_options(self) -> Mapping[str, str]:
+        """Options by which Spark knows the same topics; it looks for its pattern anywhere in a name."""
+        if not self.pattern:
+            return {"subscribe": ",".join(self.topics)}
+        return {"subscribePattern": f"^(?!{_INTERNAL})(?:{self.pattern})$"}
 
     @property
     def place(self) -> str:
@@ -147,7 +173,7 @@ class TopicSource:
             # The files of a batch have names of their own, so that a driver that was overtaken spoils none.
             f"{_STATE_STORE}.checkpointFormatVersion": "2",
             # Of options, too, which plans show: a login is one.
-            "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas",
+            "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas|[.]pem|keystore[.]key",
             # So many state stores commit in each batch, however little is in it.
             "spark.sql.shuffle.partitions": "4",
         }

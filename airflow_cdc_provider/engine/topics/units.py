@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pyspark import Accumulator
 from pyspark.sql import DataFrame, SparkSession
 
 from airflow_cdc_provider.engine.errors import CdcError
@@ -36,6 +37,7 @@ class TopicUnits:
 
     :param position: where the sink that has least is.
     :param base: number of the last unit before the query's first batch.
+    :param missed: see :class:`.AvroTexts`.
     :ivar applied: number of the last unit that all sinks have.
     :ivar position: what the records say by now.
     :ivar changes: rows that the query has returned, committed.
@@ -45,7 +47,15 @@ class TopicUnits:
     :ivar batch_seconds: the last of them.
     """
 
-    def __init__(self, spark: SparkSession, run: Run, position: Position, base: int, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        spark: SparkSession,
+        run: Run,
+        position: Position,
+        base: int,
+        checkpoint: Checkpoint,
+        missed: Accumulator[frozenset[int]],
+    ) -> None:
         self.position = position
         self.changes = 0
         self.tables: Counter[str] = Counter()
@@ -56,6 +66,7 @@ class TopicUnits:
         self._run = run
         self._base = base
         self._checkpoint = checkpoint
+        self._missed = missed
         self._branches = [_Branch(branch, existing_record(branch.pipeline).applied) for branch in run.branches]
         (target,) = existing_record(run.branches[0].pipeline).targets
         self._table = target.table
@@ -76,34 +87,43 @@ class TopicUnits:
         """
         started = time.monotonic()
         unit, offsets = self._base + batch + 1, self._checkpoint.offsets(batch)
-        buried = self._bury(offsets) if unit > self.applied else 0
+        self._missed.value = frozenset()
         noted = Position.noted(offsets, self._checkpoint.id(), self._base, self._topics(offsets))
         if len(self._branches) > 1:
             rows = rows.persist()
         try:
-            pieces = [self._into(branch, rows, unit, batch, noted) for branch in self._branches]
+            staged = [self._staged(branch.run, rows, unit, batch) for branch in self._branches]
         finally:
             if len(self._branches) > 1:
                 rows.unpersist()
+        # Once nothing but a commit can fail, as each attempt writes them again; and after the rows, as these decide
+        # which messages cannot be read.
+        buried = self._bury(offsets) if unit > self.applied else 0
+        pieces = [
+            self._commit(branch, unit, found, noted) for branch, found in zip(self._branches, staged, strict=True)
+        ]
         failpoint("before-spark-commit")
         self.position = replace(self.position, applied=self.applied, **noted)
         self.dead_letters += buried
         self._count(max(pieces, key=lambda each: sum(piece.changes for piece in each)), started)
 
-    def _into(
-        self, branch: _Branch, rows: DataFrame, unit: int, batch: int, noted: Mapping[str, Any]
-    ) -> list[StagedPiece]:
-        """Stage and commit a batch; what of it the sink did not have yet."""
-        run = branch.run
-        name = f"{run.epoch}_{batch}"
-        stage = TopicStage(run.sink, run.epoch, name, self._table, unit)
+    def _staged(self, run: Run, rows: DataFrame, unit: int, batch: int) -> list[StagedPiece]:
+        """Stage a batch for a sink."""
+        stage = TopicStage(run.sink, run.epoch, f"{run.epoch}_{batch}", self._table, unit)
         found = [pickle.loads(row.message) for row in rows.mapInArrow(stage, "message binary").collect()]
         for message in found:
             if isinstance(message, CdcError):
                 raise message
-        committed = run.sink.commit(run.epoch, unit - 1, unit, found, noted)
+        return found
+
+    def _commit(
+        self, branch: _Branch, unit: int, staged: list[StagedPiece], noted: Mapping[str, Any]
+    ) -> list[StagedPiece]:
+        """Commit a batch; what of it the sink did not have yet."""
+        run = branch.run
+        committed = run.sink.commit(run.epoch, unit - 1, unit, staged, noted)
         branch.applied = max(branch.applied, unit)
-        return found if committed else []
+        return staged if committed else []
 
     def _count(self, pieces: list[StagedPiece], started: float) -> None:
         gained = sum(piece.changes for piece in pieces)
@@ -125,13 +145,14 @@ class TopicUnits:
     def _bury(self, offsets: Mapping[str, Mapping[str, int]]) -> int:
         """Write the batch's messages that cannot be read to the topic for them: before the unit, so that none is lost.
 
-        A unit that is brought in again after a crash has them written again; their headers tell which are one.
+        A unit that is brought in again, after a crash or a commit that failed, has them written again; their headers
+        tell which are one.
         """
         source = self._source
         if not source.dead_letters or offsets == self.position.offsets:
             return 0
         raw = messages.raw_range(self._spark, source, self.position.offsets, offsets)
-        bad = messages.troubled(raw, source).persist()
+        bad = messages.troubled(raw, source, self._missed.value).persist()
         try:
             count = bad.count()
             if count:
