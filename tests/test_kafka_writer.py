@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaException, Producer
 
 from airflow_cdc_provider.demo.kafka import KafkaServer, Login
 from airflow_cdc_provider.demo.servers import await_condition
@@ -71,10 +71,21 @@ def zombie(store: KafkaStore, transactional_id: str) -> Producer:
 def test_what_a_zombie_has_open_is_aborted_when_the_epoch_is_taken(begun: Begun, store: KafkaStore) -> None:
     part = stream(begun)
     part.unit(100, 200, begun.put("1", "a", "1.00"))
-    zombie(store, STREAM)
-    begun.sink.take_epoch("another")
+    overtaking = zombie(store, STREAM)
+    assert not _all_is_settled(store)
+    begun.sink.take_epoch("another")  # in the process that was overtaken
+    assert await_condition(lambda: _all_is_settled(store), 30)
+    with pytest.raises(KafkaException):
+        overtaking.commit_transaction(30)
     assert keys(begun) == [1]
     assert keys(begun, committed=False) == [0, 1]
+
+
+def _all_is_settled(store: KafkaStore) -> bool:
+    """Whether no transaction is open in the target's topic."""
+    topic = store.cluster.topic(store.topic(TARGET))
+    assert topic is not None
+    return store.cluster.committed_ends([topic]) == {topic.name: store.cluster.ends(topic.name, [0])}
 
 
 def test_parts_of_a_run_commit_beside_each_other(begun: Begun, store: KafkaStore) -> None:
