@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -62,11 +63,15 @@ _TAIL = 100
 class Written:
     """Rows that have been read from the source and staged, and not been committed yet.
 
+    :param id: by which the record tells that they are in it.
     :param room: where they stand in the changelog.
+    :param replacing: they replace what the topic amounts to, if it amounts to anything.
     """
 
+    id: str
     blobs: tuple[Blob, ...]
     room: Room
+    replacing: bool
     rows: int
     watermark: Watermark
 
@@ -199,7 +204,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         :param what: is done, for people who read the topic.
         :returns: what the record holds afterwards; ``None`` when there was nothing to commit.
         """
-        late = 0
+        late, unsure = 0, None
         with writer.alone():
             for _ in range(_TRIES):
                 writer.take()
@@ -213,11 +218,15 @@ class KafkaSink(ChangesRecord, AppendOnly):
                     late += e.seconds > writer.timeout
                     if late > 1:
                         raise writer.too_long(e.seconds) from e
-                except Unsure:
-                    continue  # what the record says tells how it has ended
+                except Unsure as e:
+                    unsure = e  # what the record says tells how it has ended
                 else:
                     # A transaction is committed a moment before readers are shown it: then they are, all of them.
                     return self.journal.contents(self.settings.transaction_timeout + _MARGIN)
+        if unsure is not None:
+            raise self.cluster.unreachable(
+                f"transactions under {writer.id} do not come to an end, after {_TRIES} tries: {unsure}"
+            ) from unsure
         raise StreamFailed(
             f"others have taken {writer.id} {_TRIES} times while this run was about to commit",
             "See that no two runs of the pipeline have the same part; then start again.",
@@ -442,7 +451,9 @@ class KafkaSink(ChangesRecord, AppendOnly):
             batches = (only(target, keys, batch) for batch in batches)
         found = self._stage_rows(epoch, contents, target, keys, batches, finish)
 
-        def decide(contents: Contents) -> Commit:
+        def decide(contents: Contents) -> Commit | None:
+            if contents.get("reads", {}).get(target.table.label, {}).get("id") == found.id:
+                return None  # a try has committed them whose end was not known
             self._require_room(contents, target, found)
             read = changes.reread(contents, target, keys, found.watermark, found.rows)
             return Commit(read + self._read_change(target, found))
@@ -472,7 +483,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
         if keys is None:
             self._create([target])
         lsn = parse_lsn(contents["head"]["applied"])
-        room = _room(contents, target, lsn, keys is None or bool(keys))
+        replacing = keys is None or bool(keys)
+        room = _room(contents, target, lsn, replacing)
         now = int(time.time() * 1_000_000)
         blobs, rows = [], 0
         if room.marker is not None and keys is None:
@@ -485,12 +497,12 @@ class KafkaSink(ChangesRecord, AppendOnly):
                 read = events.read_rows(target, batch, lsn, room.seq, now)
                 blobs.append(self._put(CHUNKS, epoch, target, read))
                 rows += batch.num_rows
-        return Written(tuple(blobs), room, rows, finish())
+        return Written(uuid.uuid4().hex, tuple(blobs), room, replacing, rows, finish())
 
     def _read_change(self, target: Target, found: Written) -> Change:
         """What the record says of rows that were read."""
         label, room = target.table.label, found.room
-        read = {"lsn": format_lsn(room.lsn), "seq": room.seq}
+        read = {"lsn": format_lsn(room.lsn), "seq": room.seq, "id": found.id}
         change = Change({"reads": {label: read}})
         if found.blobs:
             change += Change({"topics": {label: _topic(self.topic_of(target), room.lsn)}})
@@ -502,7 +514,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         :raises StagingLost: when the stream has gone on, or the table was read again, since they were staged.
         """
         applied = parse_lsn(contents["head"]["applied"])
-        room = _room(contents, target, applied, found.room.marker is not None)
+        room = _room(contents, target, applied, found.replacing)
         if applied != found.room.lsn or room.seq > found.room.seq:
             raise StagingLost(
                 f"rows of {target.table.label} were staged for {format_lsn(found.room.lsn)}, but the topic has gone on"
