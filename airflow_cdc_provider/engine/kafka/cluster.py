@@ -116,7 +116,9 @@ class Cluster:
         :param ours: further ones, dots as underscores.
         """
         named = {name.replace("_", "."): value for name, value in ours.items()}
-        return {**dict(self.properties), "bootstrap.servers": self.brokers, "logger": _log, **named}
+        # A topic that is gone is not made by the way, with whatever partitions the brokers think of.
+        fixed = {"bootstrap.servers": self.brokers, "logger": _log, "allow.auto.create.topics": False}
+        return {**dict(self.properties), **fixed, **named}
 
     @property
     def _admin(self) -> _Admin:
@@ -278,7 +280,6 @@ class Cluster:
             enable_auto_offset_store=False,
             enable_partition_eof=True,
             auto_offset_reset="error",
-            allow_auto_create_topics=False,
             isolation_level="read_committed" if committed else "read_uncommitted",
             fetch_wait_max_ms=_FETCH_WAIT_MS,
             queued_max_messages_kbytes=_BUFFER_KIB,
