@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
-from tests.kafka_sink import KafkaStore, clear
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, StreamFailed
+from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+from tests.kafka_sink import KafkaStore, clear, send, settings
 from tests.sink_contract import (
     NEW,
     TARGET,
@@ -63,3 +64,17 @@ def test_a_topic_that_goes_before_a_unit_is_committed_is_not_made_by_the_way(sto
     with pytest.raises(CdcError):
         begun.sink.commit(begun.epoch, 100, 200, [piece])
     assert store.cluster.topic(store.topic(TARGET)) is None
+
+
+def test_topics_of_others_that_are_called_like_records_are_passed_over(store: KafkaStore) -> None:
+    store.cluster.create(["airflow_cdc.public.t"], 1, -1, {})
+    for key in (None, "no JSON", "[1]", '{"id":1}'):
+        send(store.cluster, "airflow_cdc.public.t", key, "{}")
+    assert begin(store, "changelog").record.applied == 100
+
+
+def test_a_table_does_not_get_a_topic_among_the_records(store: KafkaStore) -> None:
+    sink = KafkaSink(settings(store.cluster.brokers, topic="airflow_cdc.{table}"), "p")
+    with pytest.raises(ConfigError, match=r"begin with airflow_cdc\."):
+        sink.prepare([TARGET], [WHOLE], {}, 100)
+    assert store.names() == set()

@@ -134,7 +134,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         for topic in self.cluster.topics():
             pipeline = topic.removeprefix(PREFIX)
             if topic.startswith(PREFIX) and not topic.endswith(SUFFIX) and pipeline != self.pipeline:
-                yield pipeline, Journal(self.cluster, pipeline).contents() or {}
+                yield pipeline, Journal(self.cluster, pipeline).others() or {}
 
     def _begin(self, change: Change, what: str) -> bool:
         self.journal.create(self.settings.replicas)
@@ -239,6 +239,12 @@ class KafkaSink(ChangesRecord, AppendOnly):
     def _require_apart(self, targets: Sequence[Target]) -> None:
         found: dict[str, Target] = {}
         for target in targets:
+            if self.topic_of(target).startswith(PREFIX):
+                raise ConfigError(
+                    f"the topic of {target.table.label} would be {self.topic_of(target)}: names that begin with"
+                    f" {PREFIX} are those of the records of pipelines",
+                    "Give the pipeline another pattern of topics by `sink.topic`.",
+                )
             other = found.setdefault(self.topic_of(target), target)
             if other.table.label != target.table.label:
                 raise ConfigError(
