@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, StreamFailed, TargetConflict
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from tests.kafka_sink import KafkaStore, clear, send, settings
 from tests.sink_contract import (
@@ -18,6 +18,7 @@ from tests.sink_contract import (
     LakeContract,
     ProtocolContract,
     begin,
+    change,
 )
 
 
@@ -78,3 +79,13 @@ def test_a_table_does_not_get_a_topic_among_the_records(store: KafkaStore) -> No
     with pytest.raises(ConfigError, match=r"begin with airflow_cdc\."):
         sink.prepare([TARGET], [WHOLE], {}, 100)
     assert store.names() == set()
+
+
+def test_a_compacted_topic_refuses_that_a_table_is_emptied(store: KafkaStore) -> None:
+    store.cluster.create([store.topic(TARGET)], 2, -1, {"cleanup.policy": "compact"})
+    begun = begin(store, "changelog")
+    begun.copy(WHOLE, NEW)
+    with pytest.raises(TargetConflict, match="without a key") as told:
+        begun.unit(100, 200, change("t", None, None, None))
+    assert "cleanup.policy" in told.value.solution
+    assert (begun.rows(), begun.record.applied) == ([NEW], 100)

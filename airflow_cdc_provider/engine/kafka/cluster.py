@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.errors import (
     LimitExceeded,
     MissingPrivilege,
     StreamFailed,
+    TargetConflict,
 )
 from airflow_cdc_provider.engine.kafka.addresses import Properties
 
@@ -338,8 +339,16 @@ class Cluster:
         if code in _TOO_LARGE:
             return LimitExceeded(
                 said,
-                "Nothing of it was applied. Raise max.message.bytes of the topic (`sink.topic_config`) and"
-                " message.max.bytes of the client (`sink.properties`), or leave the large column out by `columns`.",
+                "Nothing of it was applied. Raise max.message.bytes of the topic (`kafka-configs --alter`, and"
+                " `sink.topic_config` for topics to be made) and message.max.bytes of the client (`sink.properties`),"
+                " or leave the large column out by `columns`.",
+            )
+        if code == KafkaError.INVALID_RECORD:
+            return TargetConflict(
+                f"{said}: a compacted topic takes no message without a key, such as a TRUNCATE or the start of a table"
+                " that is read again as a whole",
+                "Set the topic's cleanup.policy to delete by `kafka-configs --alter`, and start again; once that has"
+                " been written, the topic can be compacted again.",
             )
         if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
             return ConfigError(
