@@ -1,9 +1,9 @@
-"""The Kafka sink: changes of tables as messages of their topics, each unit in all of them at once.
+"""The Kafka sink: changes of tables as messages of their topics, each unit in all of them or in none.
 
 Tasks write messages, as they will be, into the pipeline's staging topic. The driver takes them from there and writes
 them into their topics, and what follows for the record into its own, in one transaction: consumers that read what is
-committed see each change once, and a unit in all topics or in none. Overtaken runs are fenced by the brokers, see
-:mod:`.writer`.
+committed see each change once, and a unit in all topics or in none, if not at the same moment: the brokers mark the
+end of a transaction in one partition after the other. Overtaken runs are fenced by the brokers, see :mod:`.writer`.
 """
 
 from __future__ import annotations
