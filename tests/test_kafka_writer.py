@@ -91,12 +91,16 @@ def _all_is_settled(store: KafkaStore) -> bool:
 def test_parts_of_a_run_commit_beside_each_other(begun: Begun, store: KafkaStore) -> None:
     """Each under its own ``transactional.id``: neither waits for, nor ends, what the other has open."""
     parts = [stream(begun), replace(begun, sink=KafkaSink(store.settings, "p", "snapshot-0"))]
+    assert parts[0].unit(100, 200, begun.put("1", "a", "1.00"))
+    standing = zombie(store, STREAM)
     assert parts[1].copy(WHOLE, ("5", "read", "7.00")) == 1
-    for n, start in enumerate((100, 200, 300)):
-        assert parts[0].unit(start, start + 100, begun.put(str(n + 1), "a", "1.00"))
+    standing.commit_transaction(30)
+    for n, start in enumerate((200, 300)):
+        assert parts[0].unit(start, start + 100, begun.put(str(n + 2), "a", "1.00"))
     contents = parts[0].sink.journal.contents()  # type: ignore[attr-defined]
     assert set(contents["writers"]) == {"stream", "snapshot-0"}
-    assert keys(begun) == [1, 2, 3, 5]
+    found = consumed(store.cluster, store.topic(TARGET))
+    assert {json.loads(message.value or b"")["id"] for message in found} == {None, 0, 1, 2, 3, 5}  # None: read whole
 
 
 def test_a_commit_is_taken_up_again_when_somebody_has_taken_the_id(begun: Begun, store: KafkaStore) -> None:

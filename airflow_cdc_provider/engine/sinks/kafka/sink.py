@@ -181,7 +181,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
             return None if known else Commit(Change({"writers": {self.part: True}}))
 
         if self.part and decide(self._contents(epoch)) is not None:
-            self._append(epoch, f"{self.part} writes", decide)
+            # Nothing of other parts has to end for it: those that write at the same time would abort each other's.
+            self._transact(self._writer(), f"{self.part} writes", lambda contents: decide(self._owned(contents, epoch)))
 
     def _writer(self, part: str = "") -> Writer:
         name = f"{PREFIX}{self.pipeline}" + (f".{part}" if part else "")
