@@ -73,6 +73,12 @@ def test_properties_of_the_file_win_and_take_variables() -> None:
     assert "not set" in told.value.message
 
 
+def test_the_passphrase_of_a_key_is_a_secret() -> None:
+    name = "sasl.oauthbearer.assertion.private.key.passphrase"
+    settings = parse({"brokers": "one:9092", "properties": {name: "open-it", "client.id": "me"}})
+    assert settings.secrets == ("open-it",)
+
+
 def test_secrets_of_the_registry_are_secrets() -> None:
     sink = {"brokers": "one:9092", "format": "avro", "registry": "http://r"}
     settings = parse({**sink, "registry_properties": {"basic.auth.user.info": "me:secret", "ssl.ca.location": "/ca"}})

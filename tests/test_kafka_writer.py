@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from airflow_cdc_provider.demo.kafka import KafkaServer, Login
 from airflow_cdc_provider.demo.servers import await_condition
@@ -71,21 +71,36 @@ def zombie(store: KafkaStore, transactional_id: str) -> Producer:
 def test_what_a_zombie_has_open_is_aborted_when_the_epoch_is_taken(begun: Begun, store: KafkaStore) -> None:
     part = stream(begun)
     part.unit(100, 200, begun.put("1", "a", "1.00"))
-    zombie(store, STREAM)
-    begun.sink.take_epoch("another")
+    overtaking = zombie(store, STREAM)
+    assert not _all_is_settled(store)
+    begun.sink.take_epoch("another")  # in the process that was overtaken
+    assert await_condition(lambda: _all_is_settled(store), 30)
+    with pytest.raises(KafkaException):
+        overtaking.commit_transaction(30)
     assert keys(begun) == [1]
     assert keys(begun, committed=False) == [0, 1]
+
+
+def _all_is_settled(store: KafkaStore) -> bool:
+    """Whether no transaction is open in the target's topic."""
+    topic = store.cluster.topic(store.topic(TARGET))
+    assert topic is not None
+    return store.cluster.committed_ends([topic]) == {topic.name: store.cluster.ends(topic.name, [0])}
 
 
 def test_parts_of_a_run_commit_beside_each_other(begun: Begun, store: KafkaStore) -> None:
     """Each under its own ``transactional.id``: neither waits for, nor ends, what the other has open."""
     parts = [stream(begun), replace(begun, sink=KafkaSink(store.settings, "p", "snapshot-0"))]
+    assert parts[0].unit(100, 200, begun.put("1", "a", "1.00"))
+    standing = zombie(store, STREAM)
     assert parts[1].copy(WHOLE, ("5", "read", "7.00")) == 1
-    for n, start in enumerate((100, 200, 300)):
-        assert parts[0].unit(start, start + 100, begun.put(str(n + 1), "a", "1.00"))
+    standing.commit_transaction(30)
+    for n, start in enumerate((200, 300)):
+        assert parts[0].unit(start, start + 100, begun.put(str(n + 2), "a", "1.00"))
     contents = parts[0].sink.journal.contents()  # type: ignore[attr-defined]
     assert set(contents["writers"]) == {"stream", "snapshot-0"}
-    assert keys(begun) == [1, 2, 3, 5]
+    found = consumed(store.cluster, store.topic(TARGET))
+    assert {json.loads(message.value or b"")["id"] for message in found} == {None, 0, 1, 2, 3, 5}  # None: read whole
 
 
 def test_a_commit_is_taken_up_again_when_somebody_has_taken_the_id(begun: Begun, store: KafkaStore) -> None:
@@ -96,6 +111,82 @@ def test_a_commit_is_taken_up_again_when_somebody_has_taken_the_id(begun: Begun,
     assert part.sink.commit(part.epoch, 200, 300, [piece])
     assert keys(begun) == [1, 2]
     del other
+
+
+class Unheard(Producer):
+    """One whose transactions are committed, or are not, and that is not told so."""
+
+    commits, times = True, 1
+
+    def commit_transaction(self, *args: Any) -> None:
+        if Unheard.times == 0:
+            return super().commit_transaction(*args)
+        Unheard.times -= 1
+        if Unheard.commits:
+            super().commit_transaction(*args)
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "it does not say", False, True))
+
+
+@pytest.fixture
+def unheard(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> Begun:
+    """A part whose next transaction is committed, which it is not told."""
+    monkeypatch.setattr(writer, "Producer", Unheard)
+    monkeypatch.setattr(Unheard, "commits", True)
+    monkeypatch.setattr(Unheard, "times", 1)
+    return replace(begun, sink=KafkaSink(begun.store.settings, "p", uuid.uuid4().hex))  # type: ignore[attr-defined]
+
+
+def joined(part: Begun, monkeypatch: pytest.MonkeyPatch) -> Begun:
+    """The part when it has written before."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Unheard, "times", 0)
+        part.sink._join(part.epoch)  # type: ignore[attr-defined]
+    return part
+
+
+def test_a_unit_that_was_committed_unheard_is_not_committed_again(
+    unheard: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined(unheard, monkeypatch).unit(100, 200, unheard.put("1", "a", "1.00"))
+    assert Unheard.times == 0
+    assert keys(unheard) == [1]
+    assert unheard.record.applied == 200
+
+
+def test_chunks_that_were_committed_unheard_are_not_committed_again(
+    unheard: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined(unheard, monkeypatch).copy(WHOLE, ("5", "read", "7.00"))
+    assert Unheard.times == 0
+    assert keys(unheard) == [5]
+    assert unheard.record.unfinished == ()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["empty", "filled"])
+def test_a_re_read_that_was_committed_unheard_is_not_committed_again(
+    unheard: Begun, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    if before:
+        joined(unheard, monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(Unheard, "times", 0)
+            unheard.copy(WHOLE, ("4", "read", "7.00"))
+    assert joined(unheard, monkeypatch).reread(None, ("5", "read", "7.00")) == 1
+    assert Unheard.times == 0
+    assert [event.row[0] for event in unheard.events()] == (["4", None, "5"] if before else ["5"])
+    assert unheard.reread(None, ("6", "read", "7.00")) == 1  # which is another read, at the same place in the log
+    assert [row[0] for row in unheard.rows()] == ["6"]
+
+
+def test_brokers_that_never_say_how_a_transaction_ended_are_named(
+    unheard: Begun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined(unheard, monkeypatch)
+    monkeypatch.setattr(Unheard, "commits", False)
+    monkeypatch.setattr(Unheard, "times", 100)
+    with pytest.raises(ConnectionFailed, match="it does not say"):
+        unheard.unit(100, 200, unheard.put("1", "a", "1.00"))
+    assert keys(unheard) == []
 
 
 def test_a_transaction_that_times_out_leaves_nothing_and_is_written_again(

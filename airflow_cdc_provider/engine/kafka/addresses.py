@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.section import Section, as_text
 
 Properties: TypeAlias = tuple[tuple[str, str], ...]
 
-_SECRET = re.compile(r"password|secret|\.pem$|token|jaas", re.IGNORECASE)
+_SECRET = re.compile(r"password|passphrase|secret|\.pem$|token|jaas", re.IGNORECASE)
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:/@\[\]]+)(:\d{1,5})?")
 # Of Kafka's provider of Airflow, for other uses of the connection.
 _NOT_OURS = ("group.id", "topics")

@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.errors import (
     LimitExceeded,
     MissingPrivilege,
     StreamFailed,
+    TargetConflict,
 )
 from airflow_cdc_provider.engine.kafka.addresses import Properties
 
@@ -116,7 +117,9 @@ class Cluster:
         :param ours: further ones, dots as underscores.
         """
         named = {name.replace("_", "."): value for name, value in ours.items()}
-        return {**dict(self.properties), "bootstrap.servers": self.brokers, "logger": _log, **named}
+        # A topic that is gone is not made by the way, with whatever partitions the brokers think of.
+        fixed = {"bootstrap.servers": self.brokers, "logger": _log, "allow.auto.create.topics": False}
+        return {**dict(self.properties), **fixed, **named}
 
     @property
     def _admin(self) -> _Admin:
@@ -278,7 +281,6 @@ class Cluster:
             enable_auto_offset_store=False,
             enable_partition_eof=True,
             auto_offset_reset="error",
-            allow_auto_create_topics=False,
             isolation_level="read_committed" if committed else "read_uncommitted",
             fetch_wait_max_ms=_FETCH_WAIT_MS,
             queued_max_messages_kbytes=_BUFFER_KIB,
@@ -337,8 +339,16 @@ class Cluster:
         if code in _TOO_LARGE:
             return LimitExceeded(
                 said,
-                "Nothing of it was applied. Raise max.message.bytes of the topic (`sink.topic_config`) and"
-                " message.max.bytes of the client (`sink.properties`), or leave the large column out by `columns`.",
+                "Nothing of it was applied. Raise max.message.bytes of the topic (`kafka-configs --alter`, and"
+                " `sink.topic_config` for topics to be made) and message.max.bytes of the client (`sink.properties`),"
+                " or leave the large column out by `columns`.",
+            )
+        if code == KafkaError.INVALID_RECORD:
+            return TargetConflict(
+                f"{said}: a compacted topic takes no message without a key, such as a TRUNCATE or the start of a table"
+                " that is read again as a whole",
+                "Set the topic's cleanup.policy to delete by `kafka-configs --alter`, and start again; once that has"
+                " been written, the topic can be compacted again.",
             )
         if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
             return ConfigError(

@@ -99,6 +99,13 @@ class Journal:
             )
         return contents or None
 
+    def others(self) -> Contents | None:
+        """What the record holds, of another pipeline; ``None`` when the topic holds no record."""
+        try:
+            return self.contents()
+        except (ValueError, TypeError):  # somebody else's messages
+            return None
+
     def _kept(self) -> _Read:
         with _reads_lock:
             return _reads.setdefault((os.getpid(), self), _Read())
@@ -151,7 +158,10 @@ def written(change: Change, contents: Contents) -> Written:
 
 
 def _apply(contents: dict[str, dict[str, Any]], message: Received) -> None:
-    name, key = json.loads(message.key or b"")
+    place = json.loads(message.key or b"")
+    if not isinstance(place, list):
+        raise ValueError(f"{message.key!r} names no value of a record")
+    name, key = place
     if message.value is None:
         contents.get(name, {}).pop(key, None)
     else:

@@ -1,15 +1,16 @@
-"""The Kafka sink: changes of tables as messages of their topics, each unit in all of them at once.
+"""The Kafka sink: changes of tables as messages of their topics, each unit in all of them or in none.
 
 Tasks write messages, as they will be, into the pipeline's staging topic. The driver takes them from there and writes
 them into their topics, and what follows for the record into its own, in one transaction: consumers that read what is
-committed see each change once, and a unit in all topics or in none. Overtaken runs are fenced by the brokers, see
-:mod:`.writer`.
+committed see each change once, and a unit in all topics or in none, if not at the same moment: the brokers mark the
+end of a transaction in one partition after the other. Overtaken runs are fenced by the brokers, see :mod:`.writer`.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -62,11 +63,17 @@ _TAIL = 100
 class Written:
     """Rows that have been read from the source and staged, and not been committed yet.
 
+    :param id: by which the record tells that they are in it.
+    :param topic: for which they are.
     :param room: where they stand in the changelog.
+    :param replacing: they replace what the topic amounts to, if it amounts to anything.
     """
 
+    id: str
+    topic: Topic
     blobs: tuple[Blob, ...]
     room: Room
+    replacing: bool
     rows: int
     watermark: Watermark
 
@@ -127,7 +134,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         for topic in self.cluster.topics():
             pipeline = topic.removeprefix(PREFIX)
             if topic.startswith(PREFIX) and not topic.endswith(SUFFIX) and pipeline != self.pipeline:
-                yield pipeline, Journal(self.cluster, pipeline).contents() or {}
+                yield pipeline, Journal(self.cluster, pipeline).others() or {}
 
     def _begin(self, change: Change, what: str) -> bool:
         self.journal.create(self.settings.replicas)
@@ -174,7 +181,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
             return None if known else Commit(Change({"writers": {self.part: True}}))
 
         if self.part and decide(self._contents(epoch)) is not None:
-            self._append(epoch, f"{self.part} writes", decide)
+            # Nothing of other parts has to end for it: those that write at the same time would abort each other's.
+            self._transact(self._writer(), f"{self.part} writes", lambda contents: decide(self._owned(contents, epoch)))
 
     def _writer(self, part: str = "") -> Writer:
         name = f"{PREFIX}{self.pipeline}" + (f".{part}" if part else "")
@@ -199,7 +207,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         :param what: is done, for people who read the topic.
         :returns: what the record holds afterwards; ``None`` when there was nothing to commit.
         """
-        late = 0
+        late, unsure = 0, None
         with writer.alone():
             for _ in range(_TRIES):
                 writer.take()
@@ -213,11 +221,15 @@ class KafkaSink(ChangesRecord, AppendOnly):
                     late += e.seconds > writer.timeout
                     if late > 1:
                         raise writer.too_long(e.seconds) from e
-                except Unsure:
-                    continue  # what the record says tells how it has ended
+                except Unsure as e:
+                    unsure = e  # what the record says tells how it has ended
                 else:
                     # A transaction is committed a moment before readers are shown it: then they are, all of them.
                     return self.journal.contents(self.settings.transaction_timeout + _MARGIN)
+        if unsure is not None:
+            raise self.cluster.unreachable(
+                f"transactions under {writer.id} do not come to an end, after {_TRIES} tries: {unsure}"
+            ) from unsure
         raise StreamFailed(
             f"others have taken {writer.id} {_TRIES} times while this run was about to commit",
             "See that no two runs of the pipeline have the same part; then start again.",
@@ -228,6 +240,12 @@ class KafkaSink(ChangesRecord, AppendOnly):
     def _require_apart(self, targets: Sequence[Target]) -> None:
         found: dict[str, Target] = {}
         for target in targets:
+            if self.topic_of(target).startswith(PREFIX):
+                raise ConfigError(
+                    f"the topic of {target.table.label} would be {self.topic_of(target)}: names that begin with"
+                    f" {PREFIX} are those of the records of pipelines",
+                    "Give the pipeline another pattern of topics by `sink.topic`.",
+                )
             other = found.setdefault(self.topic_of(target), target)
             if other.table.label != target.table.label:
                 raise ConfigError(
@@ -294,21 +312,30 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
         told, begins = {}, {}
+        there = self.cluster.described([self.topic_of(target) for target in targets])
         joining = [t for t in targets if t.table.label not in contents.get("tables", {})]
         for target in targets:
             label = target.table.label
             last = self._last_event(target) if label in ours else _last(contents, target)
-            told[label] = _topic(self.topic_of(target), None if target in joining and label not in ours else last)
-            if target in joining and self.settings.adopt and (there := self.cluster.topic(self.topic_of(target))):
-                ends = self.cluster.ends(there.name, range(there.partitions))
-                begins[label] = {"id": there.id, "offsets": [ends[p] for p in sorted(ends)]}
+            topic = there.get(self.topic_of(target))
+            last = None if target in joining and label not in ours else last
+            told[label] = _topic(self.topic_of(target), last, None if topic is None else topic.id)
+            if target in joining and self.settings.adopt and topic is not None:
+                ends = self.cluster.ends(topic.name, range(topic.partitions))
+                begins[label] = {"id": topic.id, "offsets": [ends[p] for p in sorted(ends)]}
         gone = [target.table.label for target in joining]
         return Change({"topics": told, "begins": begins}, {"reads": gone, "begins": gone})
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`."""
+        """See :meth:`.base.Sink.missing`; a topic that was made anew has lost its messages as well."""
+        contents = self._current() or {}
         there = self.cluster.described([self.topic_of(target) for target in targets])
-        return tuple(target for target in targets if self.topic_of(target) not in there)
+
+        def has(target: Target) -> bool:
+            topic = there.get(self.topic_of(target))
+            return topic is not None and _topic_id(contents, target) in (None, topic.id)
+
+        return tuple(target for target in targets if not has(target))
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
         """See :meth:`.base.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""
@@ -409,7 +436,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
                     self._require_room(contents, each.target, each.written)
                     found: Written = each.written
                     change += changes.chunk_committed(each.chunk, found.watermark, found.rows, epoch)
-                    change += self._read_change(each.target, found)
+                    change += self._read_change(contents, each.target, found)
                     chosen.append(each)
             return Commit(change) if chosen else None
 
@@ -441,11 +468,16 @@ class KafkaSink(ChangesRecord, AppendOnly):
         if keys is not None:
             batches = (only(target, keys, batch) for batch in batches)
         found = self._stage_rows(epoch, contents, target, keys, batches, finish)
+        if found.topic.id != _topic_id(contents, target):
+            # A producer takes a topic that was made anew for one of which it knows more than the brokers do.
+            self._writer(self.part).leave()
 
-        def decide(contents: Contents) -> Commit:
+        def decide(contents: Contents) -> Commit | None:
+            if contents.get("reads", {}).get(target.table.label, {}).get("id") == found.id:
+                return None  # a try has committed them whose end was not known
             self._require_room(contents, target, found)
             read = changes.reread(contents, target, keys, found.watermark, found.rows)
-            return Commit(read + self._read_change(target, found))
+            return Commit(read + self._read_change(contents, target, found))
 
         def data() -> Iterator[Batch]:
             yield from self._batches(self.topic_of(target), found.blobs)
@@ -471,30 +503,30 @@ class KafkaSink(ChangesRecord, AppendOnly):
         """
         if keys is None:
             self._create([target])
+        topic = self._there({} if keys is None else contents, target)
         lsn = parse_lsn(contents["head"]["applied"])
-        room = _room(contents, target, lsn, keys is None or bool(keys))
+        replacing = keys is None or bool(keys)
+        room = _room(contents, target, lsn, replacing)
         now = int(time.time() * 1_000_000)
         blobs, rows = [], 0
         if room.marker is not None and keys is None:
-            blobs.append(self._put(CHUNKS, epoch, target, events.truncate(target, lsn, room.marker, now)))
+            blobs.append(self._put(CHUNKS, epoch, target, topic, events.truncate(target, lsn, room.marker, now)))
         elif room.marker is not None and keys:
             gone = events.deletes(target, sorted(keys), lsn, room.marker, now)
-            blobs.append(self._put(CHUNKS, epoch, target, gone))
+            blobs.append(self._put(CHUNKS, epoch, target, topic, gone))
         for batch in batches:
             if batch.num_rows:
                 read = events.read_rows(target, batch, lsn, room.seq, now)
-                blobs.append(self._put(CHUNKS, epoch, target, read))
+                blobs.append(self._put(CHUNKS, epoch, target, topic, read))
                 rows += batch.num_rows
-        return Written(tuple(blobs), room, rows, finish())
+        return Written(uuid.uuid4().hex, topic, tuple(blobs), room, replacing, rows, finish())
 
-    def _read_change(self, target: Target, found: Written) -> Change:
+    def _read_change(self, contents: Contents, target: Target, found: Written) -> Change:
         """What the record says of rows that were read."""
         label, room = target.table.label, found.room
-        read = {"lsn": format_lsn(room.lsn), "seq": room.seq}
-        change = Change({"reads": {label: read}})
-        if found.blobs:
-            change += Change({"topics": {label: _topic(self.topic_of(target), room.lsn)}})
-        return change
+        read = {"lsn": format_lsn(room.lsn), "seq": room.seq, "id": found.id}
+        last = room.lsn if found.blobs else _last(contents, target)
+        return Change({"reads": {label: read}, "topics": {label: _topic(found.topic.name, last, found.topic.id)}})
 
     def _require_room(self, contents: Contents, target: Target, found: Written) -> None:
         """Refuse rows that do not come behind all that is in the topic by now.
@@ -502,7 +534,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         :raises StagingLost: when the stream has gone on, or the table was read again, since they were staged.
         """
         applied = parse_lsn(contents["head"]["applied"])
-        room = _room(contents, target, applied, found.room.marker is not None)
+        room = _room(contents, target, applied, found.replacing)
         if applied != found.room.lsn or room.seq > found.room.seq:
             raise StagingLost(
                 f"rows of {target.table.label} were staged for {format_lsn(found.room.lsn)}, but the topic has gone on"
@@ -522,7 +554,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
         for effect in effects:
             target, relation = changes.target_of(contents, effect.label), None
             if effect.rows.num_rows:
-                blob = self._put(partition, epoch, target, events.settled(target, effect.rows))
+                topic = self._there(contents, target)
+                blob = self._put(partition, epoch, target, topic, events.settled(target, effect.rows))
                 last = pc.max(effect.rows.column("commit_lsn")).as_py()
                 relation = json.dumps({"blob": blob.to_dict(), "last": last})
             columns = tuple(effect.rows.column_names)
@@ -553,7 +586,10 @@ class KafkaSink(ChangesRecord, AppendOnly):
             if not self._is_next(contents, start, end, pieces):
                 return None
             targets.update({label: changes.target_of(contents, label) for label in lasts})
-            topics = {label: _topic(self.topic_of(targets[label]), last) for label, last in lasts.items()}
+            topics = {
+                label: _topic(self.topic_of(targets[label]), last, _topic_id(contents, targets[label]))
+                for label, last in lasts.items()
+            }
             return Commit(changes.unit_applied(contents, end, time.time(), noted) + Change({"topics": topics}))
 
         def data() -> Iterator[Batch]:
@@ -567,18 +603,24 @@ class KafkaSink(ChangesRecord, AppendOnly):
         self.staging.release(blob for _, blob in found)
         return applied
 
-    def _put(self, partition: int, epoch: int, target: Target, rows: pa.Table) -> Blob:
+    def _there(self, contents: Contents, target: Target) -> Topic:
+        """A target's topic.
+
+        :raises StreamFailed: when it is gone, or is another one than the contents tell of.
+        """
+        topic = self.cluster.topic(self.topic_of(target))
+        if topic is None or _topic_id(contents, target) not in (None, topic.id):
+            raise StreamFailed(
+                f"the topic {self.topic_of(target)} on {self.place} is gone{', and made anew' if topic else ''}",
+                f"Run `airflow-cdc resnapshot --table '{target.table.label}'`: all rows are written to it again.",
+            )
+        return topic
+
+    def _put(self, partition: int, epoch: int, target: Target, topic: Topic, rows: pa.Table) -> Blob:
         """Stage events, as the messages that they will be.
 
         :param partition: of the staging topic.
-        :raises StreamFailed: when their topic is gone.
         """
-        topic = self.cluster.topic(self.topic_of(target))
-        if topic is None:
-            raise StreamFailed(
-                f"the topic {self.topic_of(target)} on {self.place} is gone",
-                f"Run `airflow-cdc resnapshot --table '{target.table.label}'`: it is made again, with all rows.",
-            )
         messages = self.format.encode(target, topic.name, rows)
         return self.staging.write(partition, epoch, pack(messages, topic.partitions))
 
@@ -637,12 +679,18 @@ def _room(contents: Contents, target: Target, lsn: int, replacing: bool) -> Room
     return room_at(lsn, last, replacing and _last(contents, target) is not None)
 
 
-def _topic(topic: str, last: int | None) -> dict[str, Any]:
+def _topic(topic: str, last: int | None, topic_id: str | None) -> dict[str, Any]:
     """What the record says of a target's topic.
 
     :param last: the highest LSN of its messages; ``None`` when it has none.
+    :param topic_id: which no topic of this name had before; ``None`` when it is not known.
     """
-    return {"topic": topic, "last": None if last is None else format_lsn(last)}
+    return {"topic": topic, "last": None if last is None else format_lsn(last), "id": topic_id}
+
+
+def _topic_id(contents: Contents, target: Target) -> str | None:
+    told: str | None = (contents.get("topics", {}).get(target.table.label) or {}).get("id")
+    return told
 
 
 def _last(contents: Contents, target: Target) -> int | None:

@@ -98,11 +98,12 @@ class Writer:
     def end(self) -> None:
         """End what is open under the ``transactional.id``, whoever has begun it: he can commit nothing any more.
 
-        This process may go on, if it has nothing open.
+        The id is taken anew even if this process has it as far as it knows: somebody may have taken it since.
         """
         with self.alone():
-            if (os.getpid(), self) not in _clients:
-                self._client()
+            client = self._client()
+            if (os.getpid(), self) in _clients:
+                _clients[os.getpid(), self] = client
 
     def leave(self) -> None:
         """Take the ``transactional.id`` anew before the next transaction."""
