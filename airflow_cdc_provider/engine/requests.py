@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.errors import (
     CdcError,
     ConfigError,
     ForeignTable,
+    LimitExceeded,
     MissingPrivilege,
     SchemaChanged,
     TargetConflict,
@@ -111,6 +112,18 @@ def _file(folder: str, name: str) -> str:
     return f"{folder}/{name}.json"
 
 
+_IN_VAIN = (
+    CannotFollow,
+    ConfigError,
+    ForeignTable,
+    LimitExceeded,
+    MissingPrivilege,
+    TargetConflict,
+    ValueRefused,
+)
+"""Of errors those that another attempt meets as well."""
+
+
 def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[bool, str | None]:
     """Carry out the requests that have been left.
 
@@ -144,7 +157,7 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
                 if is_outage(e):
                     raise failure from e
                 error = _give_up(run, failure)
-            except (ConfigError, CannotFollow, ForeignTable, MissingPrivilege, TargetConflict, ValueRefused) as e:
+            except _IN_VAIN as e:
                 error = _give_up(run, e)
         told = {"rows": rows} | ({"error": error} if error else {})
         if not blocked:
