@@ -39,7 +39,7 @@ from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.sinks.settings import Maintained
 from airflow_cdc_provider.engine.sinks.several import merged
 from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
-from airflow_cdc_provider.engine.verify import compare
+from airflow_cdc_provider.engine.verify import compare, ranges_in
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -423,7 +423,9 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
             sink = sink_of(branch)
             found = compare(source, compared, sink.compared, _LiveStream(branch) if live else None, tell)
             place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
-            results += [one.as_dict(sink, target) | place for one, target in zip(found, compared, strict=True)]
+            results += [
+                one.as_dict() | ranges_in(sink, target) | place for one, target in zip(found, compared, strict=True)
+            ]
     return {
         "equal": all(result["equal"] for result in results),
         "tables": results,

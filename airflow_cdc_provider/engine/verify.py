@@ -96,15 +96,14 @@ class TableResult:
     unsettled: int
     difference_count: int = 0
 
-    def as_dict(self, sink: Sink, target: Target) -> dict[str, Any]:
-        """The table's object in the ``--json`` output of ``verify``.
+    def as_dict(self) -> dict[str, Any]:
+        """The table's object in the ``--json`` output of ``verify``, but for :func:`ranges_in`."""
+        return asdict(self) | {"differences": [asdict(difference) for difference in self.differences]}
 
-        :param sink: in which the target was compared.
-        """
-        values = asdict(self) | {"differences": [asdict(difference) for difference in self.differences]}
-        return values | (
-            {"ranges": [each.as_dict() for each in sink.ranges(target)]} if isinstance(sink, Numbered) else {}
-        )
+
+def ranges_in(sink: Sink, target: Target) -> dict[str, Any]:
+    """What a sink that numbers what it holds has of a target, for the table's object."""
+    return {"ranges": [each.as_dict() for each in sink.ranges(target)]} if isinstance(sink, Numbered) else {}
 
 
 def compare(

@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.query import Shape, output_of, shape_of
 from airflow_cdc_provider.engine.topics.replay import Replay, reach_of
 from airflow_cdc_provider.engine.topics.settings import Offsets, Output
-from airflow_cdc_provider.engine.verify import PASS_TIMEOUT, Report, compare_sides, not_reached
+from airflow_cdc_provider.engine.verify import PASS_TIMEOUT, Report, compare_sides, not_reached, ranges_in
 
 Shaped: TypeAlias = Callable[[Target, Iterable[pa.RecordBatch]], Iterator[Rowset]]
 
@@ -73,7 +73,7 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
             opened = partial(_sides, branch, replace(replay, until=until, reach=reach), way)
             (found,) = compare_sides([target], opened, catch_up, report)
             place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
-            tables.append(found.as_dict(sink_of(branch), target) | place)
+            tables.append(found.as_dict() | ranges_in(sink_of(branch), target) | place)
         slowest = min((Position.of(existing_record(branch)) for branch in pipeline.branches), key=lambda p: p.applied)
         ranges = replay.ranges(slowest.offsets)
     return {
