@@ -63,7 +63,7 @@ def _registry(url: str, properties: Properties) -> str:
 
 def _names(sink: KafkaSink, targets: Sequence[Target]) -> str:
     for target in targets:
-        topic = sink.topic_of(target)
+        topic = sink.topics.name(target)
         if len(topic) > _LONGEST:
             raise ConfigError(
                 f"the topic of {target.table.label} would have {len(topic)} characters: {topic}",

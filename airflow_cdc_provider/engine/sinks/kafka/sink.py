@@ -25,9 +25,6 @@ from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import (
-    ConfigError,
-    ForeignTable,
-    GateClosed,
     StagingLost,
     StreamFailed,
     UnknownTable,
@@ -35,7 +32,7 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
-from airflow_cdc_provider.engine.kafka.ranges import MessageRange, ranges_of
+from airflow_cdc_provider.engine.kafka.ranges import MessageRange
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.row_side import row_sides
@@ -46,17 +43,16 @@ from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Stag
 from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.changes_record import ChangesRecord, Commit
 from airflow_cdc_provider.engine.sinks.kafka import events
-from airflow_cdc_provider.engine.sinks.kafka.format import Format
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal, written
 from airflow_cdc_provider.engine.sinks.kafka.messages import pack, unpack
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.staging import CHUNKS, SUFFIX, UNITS, Blob, Staging, require
+from airflow_cdc_provider.engine.sinks.kafka.targets import TargetTopics, id_told, last_told, telling
 from airflow_cdc_provider.engine.sinks.kafka.writer import Batch, Overtaken, Unsure, Writer, end_all
 from airflow_cdc_provider.engine.sinks.lake.room import Room, room_at
 
 _TRIES = 10
 _MARGIN = 10.0  # seconds after its timeout in which the brokers have ended a transaction
-_TAIL = 100
 
 
 @dataclass(frozen=True)
@@ -113,13 +109,9 @@ class KafkaSink(ChangesRecord, AppendOnly):
         return Staging(self.cluster, self.pipeline)
 
     @property
-    def format(self) -> Format:
-        """What messages look like."""
-        return self.settings.messages(self.pipeline)
-
-    def topic_of(self, target: Target) -> str:
-        """The name of a target's topic."""
-        return self.settings.topic_of(self.pipeline, target.schema, target.name)
+    def topics(self) -> TargetTopics:
+        """The topics of the targets."""
+        return TargetTopics(self.settings, self.pipeline)
 
     def identity(self) -> Mapping[str, Any]:
         """See :meth:`.base.Sink.identity`: the number that the cluster was given when it was made."""
@@ -235,107 +227,34 @@ class KafkaSink(ChangesRecord, AppendOnly):
             "See that no two runs of the pipeline have the same part; then start again.",
         )
 
-    # -- targets -----------------------------------------------------------------------------------
+    # -- targets ------------------------------------------------------------------------------------
 
     def _require_apart(self, targets: Sequence[Target]) -> None:
-        found: dict[str, Target] = {}
-        for target in targets:
-            if self.topic_of(target).startswith(PREFIX):
-                raise ConfigError(
-                    f"the topic of {target.table.label} would be {self.topic_of(target)}: names that begin with"
-                    f" {PREFIX} are those of the records of pipelines",
-                    "Give the pipeline another pattern of topics by `sink.topic`.",
-                )
-            other = found.setdefault(self.topic_of(target), target)
-            if other.table.label != target.table.label:
-                raise ConfigError(
-                    f"{other.table.label} and {target.table.label} would share the topic {self.topic_of(target)}",
-                    "Tell them apart by `sink.topic`, as in `{pipeline}.{schema}.{table}`, or leave one out.",
-                )
+        self.topics.require_apart(targets)
 
     def _has(self, contents: Contents, target: Target) -> bool:
         tables = contents.get("tables", {})
-        own = self.topic_of(target)
+        own = self.topics.name(target)
         return any(told["topic"] == own for label, told in contents.get("topics", {}).items() if label in tables)
 
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
-        topic = self.topic_of(target)
-        there = self.cluster.topic(topic)
-        if there is None:
-            return
-        last = None
+        topics = self.topics
         if recorded is not None:
-            last = _last(self._current() or {}, target)
+            topics.require_before(target, last_told(self._current() or {}, target), start)
         elif ours:
-            last = self._last_event(target)
-        elif not self.settings.adopt and any(True for _ in self.cluster.read(there, there.beginning)):
-            raise ForeignTable(
-                f"the topic {topic}, target of {target.schema}.{target.name}, has messages that pipeline"
-                f" {self.pipeline!r} did not write",
-                "Remove it, give the pipeline another pattern of topics (`sink.topic`), or have it write on to them"
-                " (`sink.adopt`).",
-            )
-        if start is not None and last is not None and last > start:
-            raise GateClosed(
-                f"the topic {topic} has events up to {format_lsn(last)}, but the source's log is at"
-                f" {format_lsn(start)}: they are of a history that the source has left, and new ones would come before",
-                "Remove the topic, or name another one by `sink.topic`, then run `airflow-cdc resnapshot --all`.",
-            )
-
-    def _last_event(self, target: Target) -> int | None:
-        """The highest LSN in a topic, by the last messages of each of its partitions; ``None`` without any."""
-        there = self.cluster.topic(self.topic_of(target))
-        if there is None:
-            return None
-        every = range(there.partitions)
-        firsts, ends = self.cluster.first(there.name, every), self.cluster.ends(there.name, every)
-        found = [self._last_of(target, there, p, firsts[p], ends[p]) for p in every]
-        return max((lsn for lsn in found if lsn is not None), default=None)
-
-    def _last_of(self, target: Target, topic: Topic, partition: int, first: int, end: int) -> int | None:
-        tail = _TAIL
-        while True:
-            start = max(first, end - tail)
-            lsns = [
-                lsn
-                for batch in self._read(target, topic, {partition: start})
-                for lsn in batch["_commit_lsn"].to_pylist()
-            ]
-            if lsns or start == first:
-                return max(map(parse_lsn, lsns), default=None)
-            tail *= 10
+            topics.require_before(target, topics.last_event(target), start)
+        else:
+            topics.require_ours(target)
 
     def _create(self, targets: Sequence[Target]) -> None:
-        settings = self.settings
-        topics = [self.topic_of(target) for target in targets]
-        self.cluster.create(topics, settings.partitions, settings.replicas, dict(settings.topic_config))
+        self.topics.create(targets)
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
-        told, begins = {}, {}
-        there = self.cluster.described([self.topic_of(target) for target in targets])
-        joining = [t for t in targets if t.table.label not in contents.get("tables", {})]
-        for target in targets:
-            label = target.table.label
-            last = self._last_event(target) if label in ours else _last(contents, target)
-            topic = there.get(self.topic_of(target))
-            last = None if target in joining and label not in ours else last
-            told[label] = _topic(self.topic_of(target), last, None if topic is None else topic.id)
-            if target in joining and self.settings.adopt and topic is not None:
-                ends = self.cluster.ends(topic.name, range(topic.partitions))
-                begins[label] = {"id": topic.id, "offsets": [ends[p] for p in sorted(ends)]}
-        gone = [target.table.label for target in joining]
-        return Change({"topics": told, "begins": begins}, {"reads": gone, "begins": gone})
+        return self.topics.described(contents, targets, ours)
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.base.Sink.missing`; a topic that was made anew has lost its messages as well."""
-        contents = self._current() or {}
-        there = self.cluster.described([self.topic_of(target) for target in targets])
-
-        def has(target: Target) -> bool:
-            topic = there.get(self.topic_of(target))
-            return topic is not None and _topic_id(contents, target) in (None, topic.id)
-
-        return tuple(target for target in targets if not has(target))
+        return self.topics.missing(self._current() or {}, targets)
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
         """See :meth:`.base.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""
@@ -442,7 +361,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
         def data() -> Iterator[Batch]:
             for each in chosen:
-                yield from self._batches(self.topic_of(each.target), each.written.blobs)
+                yield from self._batches(self.topics.name(each.target), each.written.blobs)
             failpoint("before-chunk-commit")
 
         failpoint("before-chunk-prepared")
@@ -468,7 +387,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         if keys is not None:
             batches = (only(target, keys, batch) for batch in batches)
         found = self._stage_rows(epoch, contents, target, keys, batches, finish)
-        if found.topic.id != _topic_id(contents, target):
+        if found.topic.id != id_told(contents, target):
             # A producer takes a topic that was made anew for one of which it knows more than the brokers do.
             self._writer(self.part).leave()
 
@@ -480,7 +399,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
             return Commit(read + self._read_change(contents, target, found))
 
         def data() -> Iterator[Batch]:
-            yield from self._batches(self.topic_of(target), found.blobs)
+            yield from self._batches(self.topics.name(target), found.blobs)
             failpoint("before-reread-commit")
 
         self._commit(epoch, f"{target.table.label} read again", decide, data)
@@ -503,7 +422,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         """
         if keys is None:
             self._create([target])
-        topic = self._there({} if keys is None else contents, target)
+        topic = self.topics.require({} if keys is None else contents, target)
         lsn = parse_lsn(contents["head"]["applied"])
         replacing = keys is None or bool(keys)
         room = _room(contents, target, lsn, replacing)
@@ -525,8 +444,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
         """What the record says of rows that were read."""
         label, room = target.table.label, found.room
         read = {"lsn": format_lsn(room.lsn), "seq": room.seq, "id": found.id}
-        last = room.lsn if found.blobs else _last(contents, target)
-        return Change({"reads": {label: read}, "topics": {label: _topic(found.topic.name, last, found.topic.id)}})
+        last = room.lsn if found.blobs else last_told(contents, target)
+        return Change({"reads": {label: read}, "topics": {label: telling(found.topic.name, last, found.topic.id)}})
 
     def _require_room(self, contents: Contents, target: Target, found: Written) -> None:
         """Refuse rows that do not come behind all that is in the topic by now.
@@ -554,7 +473,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         for effect in effects:
             target, relation = changes.target_of(contents, effect.label), None
             if effect.rows.num_rows:
-                topic = self._there(contents, target)
+                topic = self.topics.require(contents, target)
                 blob = self._put(partition, epoch, target, topic, events.settled(target, effect.rows))
                 last = pc.max(effect.rows.column("commit_lsn")).as_py()
                 relation = json.dumps({"blob": blob.to_dict(), "last": last})
@@ -587,14 +506,14 @@ class KafkaSink(ChangesRecord, AppendOnly):
                 return None
             targets.update({label: changes.target_of(contents, label) for label in lasts})
             topics = {
-                label: _topic(self.topic_of(targets[label]), last, _topic_id(contents, targets[label]))
+                label: telling(self.topics.name(targets[label]), last, id_told(contents, targets[label]))
                 for label, last in lasts.items()
             }
             return Commit(changes.unit_applied(contents, end, time.time(), noted) + Change({"topics": topics}))
 
         def data() -> Iterator[Batch]:
             for label, blob in found:
-                yield from self._batches(self.topic_of(targets[label]), [blob])
+                yield from self._batches(self.topics.name(targets[label]), [blob])
             failpoint("in-batch-commit")
 
         title = f"unit ({format_lsn(start)}, {format_lsn(end)}]"
@@ -603,25 +522,12 @@ class KafkaSink(ChangesRecord, AppendOnly):
         self.staging.release(blob for _, blob in found)
         return applied
 
-    def _there(self, contents: Contents, target: Target) -> Topic:
-        """A target's topic.
-
-        :raises StreamFailed: when it is gone, or is another one than the contents tell of.
-        """
-        topic = self.cluster.topic(self.topic_of(target))
-        if topic is None or _topic_id(contents, target) not in (None, topic.id):
-            raise StreamFailed(
-                f"the topic {self.topic_of(target)} on {self.place} is gone{', and made anew' if topic else ''}",
-                f"Run `airflow-cdc resnapshot --table '{target.table.label}'`: all rows are written to it again.",
-            )
-        return topic
-
     def _put(self, partition: int, epoch: int, target: Target, topic: Topic, rows: pa.Table) -> Blob:
         """Stage events, as the messages that they will be.
 
         :param partition: of the staging topic.
         """
-        messages = self.format.encode(target, topic.name, rows)
+        messages = self.topics.format.encode(target, topic.name, rows)
         return self.staging.write(partition, epoch, pack(messages, topic.partitions))
 
     def _batches(self, topic: str, blobs: Iterable[Blob]) -> Iterator[Batch]:
@@ -634,7 +540,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         """See :meth:`.base.Sink.compared`."""
         if self.missing([target]):
             raise UnknownTable(
-                f"the topic {self.topic_of(target)} of the target {target.schema}.{target.name} is gone",
+                f"the topic {self.topics.name(target)} of the target {target.schema}.{target.name} is gone",
                 f"Run `airflow-cdc resnapshot --table '{target.table.label}'`.",
             )
         return row_sides(source, target, self.mode, self.rows)
@@ -644,28 +550,11 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
         :param keys: all events come, whatever the keys.
         """
-        there = self.cluster.topic(self.topic_of(target))
-        if there is None:
-            return iter(())
-        return self._read(target, there, self._starts(target, there))
+        return self.topics.events(self._current() or {}, target)
 
     def ranges(self, target: Target) -> Sequence[MessageRange]:
         """See :meth:`.Numbered.ranges`."""
-        there = self.cluster.topic(self.topic_of(target))
-        return [] if there is None else ranges_of(self.cluster, there, self._starts(target, there))
-
-    def _starts(self, target: Target, topic: Topic) -> dict[int, int]:
-        """By partition the offset from which on a target's topic is ours."""
-        begins = (self._current() or {}).get("begins", {}).get(target.table.label)
-        offsets = begins["offsets"] if begins is not None and begins["id"] == topic.id else []
-        return topic.beginning | dict(enumerate(offsets))
-
-    def _read(self, target: Target, topic: Topic, starts: Mapping[int, int]) -> Iterator[pa.RecordBatch]:
-        """The events of a target's topic from some offsets on, by partition."""
-        for messages in self.cluster.read(topic, starts):
-            found = [(message.key, message.value) for message in messages]
-            keys, values = (pa.array(column, pa.large_binary()) for column in zip(*found, strict=True))
-            yield self.format.decode(target, keys, values)
+        return self.topics.ranges(self._current() or {}, target)
 
 
 def _room(contents: Contents, target: Target, lsn: int, replacing: bool) -> Room:
@@ -676,23 +565,4 @@ def _room(contents: Contents, target: Target, lsn: int, replacing: bool) -> Room
     """
     read = contents.get("reads", {}).get(target.table.label)
     last = int(read["seq"]) if read is not None and parse_lsn(read["lsn"]) == lsn else None
-    return room_at(lsn, last, replacing and _last(contents, target) is not None)
-
-
-def _topic(topic: str, last: int | None, topic_id: str | None) -> dict[str, Any]:
-    """What the record says of a target's topic.
-
-    :param last: the highest LSN of its messages; ``None`` when it has none.
-    :param topic_id: which no topic of this name had before; ``None`` when it is not known.
-    """
-    return {"topic": topic, "last": None if last is None else format_lsn(last), "id": topic_id}
-
-
-def _topic_id(contents: Contents, target: Target) -> str | None:
-    told: str | None = (contents.get("topics", {}).get(target.table.label) or {}).get("id")
-    return told
-
-
-def _last(contents: Contents, target: Target) -> int | None:
-    told = contents.get("topics", {}).get(target.table.label) or {}
-    return None if told.get("last") is None else parse_lsn(told["last"])
+    return room_at(lsn, last, replacing and last_told(contents, target) is not None)
