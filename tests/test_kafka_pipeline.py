@@ -241,7 +241,7 @@ def test_a_preflight_finds_nothing_and_makes_no_topic(pipeline: KafkaPipeline) -
     before = pipeline.cluster.topics()
     findings = preflight(pipeline.pipeline)
     assert all(finding.ok for finding in findings), findings
-    checks = {"sink", "transaction timeout", "transactions", "topic names", "cleanup policy", "topics"}
+    checks = {"sink", "commit record", "transaction timeout", "transactions", "topic names", "cleanup policy", "topics"}
     assert checks <= {finding.check for finding in findings}
     made = set(pipeline.cluster.topics()) - set(before)
     assert made <= {"__transaction_state"}
@@ -273,7 +273,23 @@ def test_a_preflight_finds_topics_of_others_and_policies_that_take_no_truncate(p
     pipeline.change(sink={"topic_config": {"cleanup.policy": "compact"}})
     findings = {finding.check: finding for finding in preflight(pipeline.pipeline)}
     assert not findings["topics"].ok
+    assert findings["cleanup policy"].ok
+    assert not findings["cleanup policy"].warning  # the topic that is there is not compacted
+    pipeline.cluster.remove(pipeline.topic())
+    findings = {finding.check: finding for finding in preflight(pipeline.pipeline)}
+    assert findings["topics"].ok
     assert findings["cleanup policy"].warning
+
+
+def test_a_preflight_finds_what_would_forget_the_record_and_a_compacted_topic_without_keys(
+    pipeline: KafkaPipeline,
+) -> None:
+    pipeline.source("CREATE TABLE public.t (id int)", "ALTER TABLE public.t REPLICA IDENTITY FULL")
+    pipeline.cluster.create([pipeline.topic()], 1, -1, {"cleanup.policy": "compact"})
+    pipeline.cluster.create([f"airflow_cdc.{pipeline.name}"], 1, -1, {})
+    findings = {finding.check: finding for finding in preflight(pipeline.pipeline)}
+    assert [name for name, finding in findings.items() if not finding.ok] == ["commit record", "cleanup policy"]
+    assert pipeline.topic() in findings["cleanup policy"].message
 
 
 def test_topics_of_another_are_written_on_to_if_the_file_says_so(pipeline: KafkaPipeline) -> None:

@@ -6,10 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError
 
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege, StreamFailed
 from airflow_cdc_provider.engine.kafka.addresses import address_of
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.section import Section
+from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 
 LOGIN = (("security.protocol", "SASL_SSL"), ("sasl.username", "me"), ("sasl.password", "p@ss:word"))
@@ -84,6 +87,34 @@ def test_secrets_of_the_registry_are_secrets() -> None:
     settings = parse({**sink, "registry_properties": {"basic.auth.user.info": "me:secret", "ssl.ca.location": "/ca"}})
     assert settings.secrets == ("me:secret",)
     assert "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize("url", ["registry:8081", "http://me:secret@registry:8081", "ftp://registry", "http://"])
+def test_a_registry_is_a_url_without_a_password(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"sink\.registry") as told:
+        parse({"brokers": "one:9092", "format": "avro", "registry": url})
+    assert "secret" not in told.value.message + told.value.solution
+
+
+def test_properties_that_the_client_of_the_registry_does_not_know_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"no\.such\.thing"):
+        Registry("http://127.0.0.1:1", (("no.such.thing", "x"),)).check()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "said"),
+    [
+        (KafkaError.NOT_ENOUGH_REPLICAS, ConnectionFailed, "min.insync.replicas"),
+        (KafkaError._AUTO_OFFSET_RESET, StreamFailed, "removed messages"),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, MissingPrivilege, "Privileges"),
+        (KafkaError.POLICY_VIOLATION, ConfigError, "sink.topic_config"),
+        (KafkaError._TRANSPORT, ConnectionFailed, "brokers run"),
+    ],
+)
+def test_what_the_client_says_becomes_an_error_with_a_solution(code: int, kind: type[CdcError], said: str) -> None:
+    error = Cluster("one:9092").failure(KafkaError(code), "it fails")
+    assert type(error) is kind
+    assert said in error.solution
 
 
 def test_a_file_that_is_not_resolved_names_no_brokers() -> None:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from random import Random
 
 import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, StreamFailed, TargetConflict
+from airflow_cdc_provider.engine.catalog import Column
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ConfigError,
+    GateClosed,
+    LimitExceeded,
+    StreamFailed,
+    TargetConflict,
+)
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.kafka import journal
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from tests.kafka_sink import KafkaStore, clear, send, settings
 from tests.sink_contract import (
+    IDENTITY,
     NEW,
+    TABLE,
     TARGET,
+    WATERMARK,
     WHOLE,
     ChangelogContract,
     LakeContract,
@@ -89,3 +107,99 @@ def test_a_compacted_topic_refuses_that_a_table_is_emptied(store: KafkaStore) ->
         begun.unit(100, 200, change("t", None, None, None))
     assert "cleanup.policy" in told.value.solution
     assert (begun.rows(), begun.record.applied) == ([NEW], 100)
+
+
+def configure(store: KafkaStore, topic: str, settings: Mapping[str, str]) -> None:
+    """Alter a topic, as its administrator would."""
+    entries = [
+        ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in settings.items()
+    ]
+    client = AdminClient(store.cluster.conf())
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries)
+    client.incremental_alter_configs([resource])[resource].result(30)
+
+
+def test_a_topic_that_would_forget_the_record_is_refused(store: KafkaStore) -> None:
+    store.cluster.create(["airflow_cdc.p"], 1, -1, {})
+    with pytest.raises(TargetConflict, match=r"cleanup\.policy delete") as told:
+        begin(store, "changelog")
+    assert "cleanup.policy=compact,delete.retention.ms=86400000" in told.value.solution
+    configure(store, "airflow_cdc.p", {"cleanup.policy": "compact", "delete.retention.ms": "60000"})
+    with pytest.raises(TargetConflict, match=r"delete\.retention\.ms 60000"):
+        begin(store, "changelog")
+    configure(store, "airflow_cdc.p", {"delete.retention.ms": "86400000"})
+    begun = begin(store, "changelog")
+    configure(store, "airflow_cdc.p", {"cleanup.policy": "compact,delete"})
+    with pytest.raises(TargetConflict, match="compact,delete"):
+        begun.sink.take_epoch("next")
+    assert begun.record.epoch == begun.epoch
+
+
+def test_a_topic_that_tears_the_record_apart_is_refused(store: KafkaStore) -> None:
+    store.cluster.create(["airflow_cdc.p"], 2, -1, {"cleanup.policy": "compact"})
+    with pytest.raises(TargetConflict, match="2 partitions"):
+        begin(store, "changelog")
+
+
+def test_a_record_without_its_source_is_not_whole(store: KafkaStore) -> None:
+    begun = begin(store, "changelog")
+    for name in IDENTITY:
+        send(store.cluster, "airflow_cdc.p", json.dumps(["source", name], separators=(",", ":")), None)
+    with pytest.raises(GateClosed, match="not whole"):
+        begun.sink.record()
+
+
+def test_a_record_whose_end_the_brokers_have_lost_is_read_anew(store: KafkaStore) -> None:
+    begun = begin(store, "changelog")
+    assert isinstance(begun.sink, KafkaSink)
+    before = begun.record
+    read = journal._reads[os.getpid(), begun.sink.journal]
+    read.contents["head"] = {**read.contents["head"], "owner": "of an entry that is lost", "epoch": 0}
+    read.offset += 100
+    assert begun.record == before
+
+
+def test_a_table_that_joins_by_being_read_again_gets_no_topic_of_another(store: KafkaStore) -> None:
+    begun = begin(store, "changelog")
+    table = replace(TABLE, oid=9, name="Ord/ers")
+    with pytest.raises(ConfigError, match=r"would share the topic copy\.Ord_ers"):
+        begun.sink.replace(begun.epoch, Target(table, "copy", "Ord/ers"), None, iter([]), lambda: WATERMARK, None)
+    assert begun.record.targets == (TARGET,)
+
+
+def test_a_request_of_very_many_keys_is_recorded_in_parts(store: KafkaStore) -> None:
+    """A message of the record has at most as much as brokers take."""
+    begun = begin(store, "changelog")
+    begun.copy(WHOLE, NEW)
+    keys = [f"{n:040}" for n in range(40_000)]
+    assert begun.reread(keys, (keys[0], "again", "1.00")) == 1
+    reread = [chunk for chunk in begun.record.chunks if chunk.keys is not None]
+    assert len(reread) > 1
+    assert sorted(key for chunk in reread for (key,) in chunk.keys or ()) == keys
+    assert sum(chunk.rows for chunk in reread) == 1
+    assert {chunk.watermark for chunk in reread} == {WATERMARK}
+    assert begun.unit(100, 200, begun.put("1", "a", "1.00"))
+    assert [chunk.keys for chunk in begun.record.chunks] == [None]
+
+
+def test_rows_that_the_client_does_not_take_are_said_to_be_too_large(store: KafkaStore) -> None:
+    store.settings = replace(store.settings, properties=(("message.max.bytes", "100000"),))
+    begun = begin(store, "changelog")
+    begun.copy(WHOLE, NEW)
+    noise = Random(1).randbytes(100_000).hex()
+    with pytest.raises(LimitExceeded, match=r"staged in topic airflow_cdc\.p\.staging") as told:
+        begun.unit(100, 200, begun.put("1", noise, "1.00"))
+    assert "message.max.bytes" in told.value.solution
+    assert begun.unit(100, 200, begun.put("2", "small", "1.00"))
+
+
+def test_columns_that_avro_takes_for_one_are_refused(store: KafkaStore) -> None:
+    columns = (
+        *TABLE.columns,
+        Column("no te", "text", 25, None, False, True),
+        Column("no_te", "text", 25, None, False, True),
+    )
+    sink = KafkaSink(settings(store.cluster.brokers, format="avro", registry="http://127.0.0.1:1"), "p")
+    with pytest.raises(ConfigError, match="'no te' and 'no_te'"):
+        sink.prepare([replace(TARGET, table=replace(TABLE, columns=columns))], [WHOLE], IDENTITY, 100)
+    assert store.names() == set()

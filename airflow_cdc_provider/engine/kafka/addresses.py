@@ -47,6 +47,18 @@ def as_brokers(value: object) -> str:
     return text
 
 
+def as_registry(value: object) -> str:
+    """The URL of a schema registry."""
+    text = as_text(value)
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError(
+            "http:// or https:// and a host; user and password belong into `registry_properties`, as"
+            " basic.auth.user.info"
+        )
+    return text
+
+
 def address_of(connection: str) -> tuple[str, Properties]:
     """Brokers and properties of an Airflow connection to Kafka, of Kafka's provider or any with a host.
 

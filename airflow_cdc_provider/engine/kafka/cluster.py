@@ -65,6 +65,8 @@ _PASSING = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.UNKNOWN_LEADER_EPOCH,
 )
+_OUT_OF_RANGE = (KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._AUTO_OFFSET_RESET)
+_TOO_FEW_REPLICAS = (KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 
 # What librdkafka has to say beside its errors, such as that a broker is out of reach for a moment.
@@ -229,10 +231,15 @@ class Cluster:
     def broker_setting(self, name: str) -> str | None:
         """What a broker is set to; ``None`` when it does not say."""
         described = self._ask(lambda admin: admin.describe_cluster(request_timeout=REQUEST_SECONDS).result())
-        resource = ConfigResource(ResourceType.BROKER, str(described.nodes[0].id))
+        return self._settings(ConfigResource(ResourceType.BROKER, str(described.nodes[0].id))).get(name)
+
+    def topic_settings(self, topic: str) -> Mapping[str, str]:
+        """What a topic is set to, of its own or by the brokers' defaults, by name."""
+        return self._settings(ConfigResource(ResourceType.TOPIC, topic))
+
+    def _settings(self, resource: ConfigResource) -> dict[str, str]:
         found = self._ask(lambda admin: _all(admin.describe_configs([resource], request_timeout=REQUEST_SECONDS)))
-        entry = found[resource].get(name)
-        return None if entry is None else str(entry.value)
+        return {name: str(entry.value) for name, entry in found[resource].items()}
 
     def _ask(self, ask: Callable[[AdminClient], Any]) -> Any:
         """Ask the brokers something; again, with a client that knows nothing yet, while they are about to change.
@@ -364,6 +371,14 @@ class Cluster:
             )
         if code in (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.INVALID_PARTITIONS):
             return ConfigError(said, "Correct `sink.replicas` or `sink.partitions`.")
+        if code in _OUT_OF_RANGE:
+            return StreamFailed(said, "See who has removed messages that were about to be read; then start again.")
+        if code in _TOO_FEW_REPLICAS:
+            return ConnectionFailed(
+                said,
+                "Have as many replicas in sync again as min.insync.replicas of the topic asks for, or lower it; then"
+                " start again.",
+            )
         return ConnectionFailed(said, "See that the brokers run and can be reached from here; then start again.")
 
     def unreachable(self, what: str) -> ConnectionFailed:

@@ -17,7 +17,8 @@ A sink may have further sections of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 
 Contents = Mapping[str, Mapping[str, Any]]
 """JSON values by section and key."""
+
+_KEYS_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -201,11 +204,14 @@ def reread(
     label, epoch = target.table.label, contents["head"]["epoch"]
     if keys is None:
         chunk, gone = Chunk(label, 0, None, None), _chunks(contents, {label})
+        read = {chunk_key(chunk): _finished(chunk, None, watermark, rows, epoch)}
     else:
         indexes = [v["definition"]["index"] for v in contents.get("chunks", {}).values() if _label(v) == label]
-        chunk, gone = Chunk(label, max(indexes, default=0) + 1, None, None), []
-    read = Change({"chunks": {chunk_key(chunk): _finished(chunk, keys, watermark, rows, epoch)}}, {"chunks": gone})
-    return read + redefined(target)
+        read, gone = {}, []
+        for n, part in enumerate(_parts(sorted(keys)), max(indexes, default=0) + 1):
+            chunk = Chunk(label, n, None, None)
+            read[chunk_key(chunk)] = _finished(chunk, part, watermark, 0 if read else rows, epoch)
+    return Change({"chunks": read}, {"chunks": gone}) + redefined(target)
 
 
 def unit_applied(contents: Contents, end: int, now: float, values: Mapping[str, Any] | None = None) -> Change:
@@ -239,16 +245,29 @@ def _table(target: Target) -> dict[str, Any]:
 
 
 def _finished(
-    chunk: Chunk, keys: frozenset[tuple[str, ...]] | None, watermark: Watermark, rows: int, epoch: int
+    chunk: Chunk, keys: Sequence[tuple[str, ...]] | None, watermark: Watermark, rows: int, epoch: int
 ) -> dict[str, Any]:
     return {
         "definition": chunk.to_dict(),
-        "keys": None if keys is None else sorted(keys),
+        "keys": keys,
         "snapshot": str(watermark.snapshot),
         "high": format_lsn(watermark.high),
         "rows": rows,
         "epoch": epoch,
     }
+
+
+def _parts(keys: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
+    """Keys in as many parts as have room in an entry each, as stores bound what an entry may hold; one at least."""
+    part: list[tuple[str, ...]] = []
+    size = 0
+    for key in keys:
+        if part and size >= _KEYS_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(key)
+        size += len(json.dumps(key))
+    yield part
 
 
 def _chunk_record(value: Mapping[str, Any]) -> ChunkRecord:

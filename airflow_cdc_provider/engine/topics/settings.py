@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, cast
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.addresses import (
     Properties,
+    as_registry,
     brokers_of,
     java_properties,
     require_for_java,
@@ -107,7 +108,7 @@ class TopicSource:
         format_ = cast(Format, section.take("format", one_of("json", "avro", "debezium"), "json"))
         registry = ""
         if format_ != "json":
-            registry = section.take("registry", as_text, None if format_ == "avro" else "")
+            registry = section.take("registry", as_registry, None if format_ == "avro" else "", secret=True)
         found = cls(
             brokers=brokers,
             properties=properties,

@@ -22,7 +22,7 @@ import pyarrow as pa
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from confluent_kafka.schema_registry.error import SchemaRegistryError
 
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.kafka.debezium import SPELLED, DebeziumFormat, Shape
 from airflow_cdc_provider.engine.sinks.kafka.format import MESSAGES, decoded, not_ours
@@ -96,7 +96,10 @@ class Registry:
 
 @cache
 def _client(pid: int, registry: Registry) -> SchemaRegistryClient:
-    return SchemaRegistryClient({**dict(registry.properties), "url": registry.url})
+    try:
+        return SchemaRegistryClient({**dict(registry.properties), "url": registry.url})
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"schema registry {registry.url}: {e}", "Correct `registry_properties`.") from e
 
 
 @cache
@@ -122,6 +125,18 @@ class AvroFormat:
     database: str = ""
     decimals: Decimals = "string"
     tombstones: bool = True
+
+    def require(self, target: Target) -> None:
+        """See :meth:`.Format.require`."""
+        found: dict[str, str] = {}
+        for column in target.table.columns:
+            other = found.setdefault(avro_name(column.name), column.name)
+            if other != column.name:
+                raise ConfigError(
+                    f"columns {other!r} and {column.name!r} of {target.table.label} would both be"
+                    f" {avro_name(column.name)} in Avro",
+                    "Rename one of them, or leave it out by `columns`.",
+                )
 
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
         """See :meth:`.Format.encode`."""

@@ -26,6 +26,7 @@ def check(settings: KafkaSettings, checks: Checks, pipeline: Pipeline, tables: S
     checks.run("sink", lambda: f"Kafka answers at {settings.place}, cluster {sink.cluster.id()}.")
     if not checks.passed("sink"):
         return
+    checks.run("commit record", partial(_journal, sink))
     checks.run("transaction timeout", partial(_timeout, settings, sink))
     if checks.passed("transaction timeout"):
         checks.run("transactions", partial(_transactions, sink))
@@ -34,8 +35,8 @@ def check(settings: KafkaSettings, checks: Checks, pipeline: Pipeline, tables: S
     if tables is not None:
         targets = [Target(table, *target_name(pipeline, table)) for table in tables]
         checks.run("topic names", partial(_names, sink, targets))
-        checks.run("cleanup policy", partial(_cleanup, settings, tables))
         if checks.passed("topic names"):
+            checks.run("cleanup policy", partial(_cleanup, sink, targets))
             checks.run("topics", partial(_topics, sink, targets))
 
 
@@ -56,6 +57,11 @@ def _transactions(sink: KafkaSink) -> str:
     return "Transactions can be begun."
 
 
+def _journal(sink: KafkaSink) -> str:
+    sink.journal.require()
+    return f"The topic {sink.journal.topic} keeps the commit record, or will be made."
+
+
 def _registry(url: str, properties: Properties) -> str:
     Registry(url, properties).check()
     return f"The schema registry answers at {url}."
@@ -72,20 +78,28 @@ def _names(sink: KafkaSink, targets: Sequence[Target]) -> str:
     return "Every table has a name for its topic that Kafka takes."
 
 
-def _cleanup(settings: KafkaSettings, tables: Sequence[Table]) -> str:
-    policy = dict(settings.topic_config).get("cleanup.policy", "")
-    if "compact" not in policy:
+def _cleanup(sink: KafkaSink, targets: Sequence[Target]) -> str:
+    compacted = [target for target in targets if "compact" in _policy(sink, target)]
+    if not compacted:
         return "Topics keep every change, for as long as the brokers are set to."
-    keyless = [table.label for table in tables if not table.key]
-    if keyless:
+    keyless = next((target for target in compacted if not target.table.key), None)
+    if keyless is not None:
         raise ConfigError(
-            f"sink.topic_config: cleanup.policy {policy} takes no messages without a key, as those of {keyless[0]} are",
-            "Give the table a primary key, or leave it out.",
+            f"the topic {sink.topics.name(keyless)} is compacted (cleanup.policy): it takes no messages without a key,"
+            f" as those of {keyless.table.label} are",
+            "Give the table a primary key, leave it out, or let the topic have cleanup.policy delete.",
         )
     raise Caution(
         "Compacted topics take no message without a key: a TRUNCATE of a source table, or a table that is read again"
         " as a whole, will stop the pipeline."
     )
+
+
+def _policy(sink: KafkaSink, target: Target) -> str:
+    """The cleanup policy of a target's topic, or what it will have."""
+    if sink.topics.find(target) is not None:
+        return sink.cluster.topic_settings(sink.topics.name(target)).get("cleanup.policy", "")
+    return dict(sink.settings.topic_config).get("cleanup.policy", "")
 
 
 def _topics(sink: KafkaSink, targets: Sequence[Target]) -> str:

@@ -62,6 +62,9 @@ class DebeziumFormat:
     schemas: bool = False
     tombstones: bool = True
 
+    def require(self, target: Target) -> None:
+        """See :meth:`.Format.require`: none is refused."""
+
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
         """See :meth:`.Format.encode`."""
         found = arrays(events)

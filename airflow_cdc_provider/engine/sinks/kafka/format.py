@@ -32,6 +32,12 @@ META = ("_op", "_commit_lsn", "_seq", "_before", "_unchanged")
 class Format(Protocol):
     """How events stand in messages. Immutable and picklable."""
 
+    def require(self, target: Target) -> None:
+        """Refuse a table whose rows cannot be messages.
+
+        :raises ConfigError: naming what stands in the way.
+        """
+
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
         """Events as messages, in their order.
 
@@ -56,6 +62,9 @@ class PlainFormat:
     place in the log, ``_xid`` and ``_commit_ts`` its transaction; ``_before`` has the old key or row, as far as the log
     has it, and ``_unchanged`` names columns whose value was not sent as it stays.
     """
+
+    def require(self, target: Target) -> None:
+        """See :meth:`Format.require`: none is refused."""
 
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
         """See :meth:`Format.encode`."""

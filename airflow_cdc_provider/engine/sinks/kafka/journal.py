@@ -19,7 +19,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
-from airflow_cdc_provider.engine.errors import Blocked, GateClosed
+from airflow_cdc_provider.engine.errors import Blocked, GateClosed, TargetConflict
 from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster, Received, Topic, received
 from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 
@@ -32,9 +32,10 @@ CONFIG = {
     "segment.bytes": str(16 << 20),
     "segment.ms": str(3_600_000),
     "min.cleanable.dirty.ratio": "0.1",
+    "delete.retention.ms": str(86_400_000),
 }
 
-_MAX_AGE = 3600.0  # seconds; brokers keep for a day that something was removed, unless they are told otherwise
+_MAX_AGE = 3600.0  # seconds; brokers must keep for longer that something was removed
 _POLL = 0.1
 
 Written = list[tuple[bytes, bytes | None]]
@@ -73,6 +74,31 @@ class Journal:
     def create(self, replicas: int) -> None:
         """Make the topic, if it is not there."""
         self.cluster.create([self.topic], 1, replicas, CONFIG)
+        self.require()
+
+    def require(self) -> None:
+        """Refuse a topic that does not keep the record; one that is not there is none.
+
+        :raises TargetConflict: saying what it is set to.
+        """
+        topic = self.cluster.topic(self.topic)
+        if topic is None:
+            return
+        if topic.partitions != 1:
+            raise TargetConflict(
+                f"the topic {self.topic} has {topic.partitions} partitions, and a commit record is read in order",
+                "Remove the topic, unless somebody else's messages are in it; then give the pipeline another name.",
+            )
+        settings = self.cluster.topic_settings(self.topic)
+        policy, kept = settings.get("cleanup.policy", ""), float(settings.get("delete.retention.ms", "inf"))
+        if policy != "compact" or kept < _MAX_AGE * 1000:
+            raise TargetConflict(
+                f"the topic {self.topic} has cleanup.policy {policy} and delete.retention.ms {kept:.0f}: it would"
+                " forget what the commit record holds",
+                f"Set both by `kafka-configs --alter --entity-type topics --entity-name {self.topic} --add-config"
+                f" cleanup.policy={CONFIG['cleanup.policy']},delete.retention.ms={CONFIG['delete.retention.ms']}`; then"
+                " start again.",
+            )
 
     def contents(self, patience: float | None = None) -> Contents | None:
         """What the record holds; ``None`` when there is none.
@@ -92,7 +118,9 @@ class Journal:
             self._read_on(topic, read, patience)
             read.at = time.monotonic()
             contents = {name: dict(section) for name, section in read.contents.items() if section}
-        if contents and not {"epoch", "applied", "advanced"} <= contents.get("head", {}).keys():
+        if contents and not (
+            {"epoch", "applied", "advanced"} <= contents.get("head", {}).keys() and "source" in contents
+        ):
             raise GateClosed(
                 f"the commit record in topic {self.topic} is not whole: messages are missing",
                 "Restore the topic. Without a copy, remove it, and follow the messages of `airflow-cdc provision`.",
@@ -113,6 +141,8 @@ class Journal:
     def _read_on(self, topic: Topic, read: _Read, patience: float | None) -> None:
         """Read from where the last reading has ended up to the end of the topic."""
         end = self.cluster.ends(self.topic, [0])[0]
+        if read.offset > end:  # brokers have lost messages: what they had removed may be there again
+            read.offset, read.contents = 0, {}
         if read.offset >= end:
             return
         first = self.cluster.first(self.topic, [0])[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from airflow_cdc_provider.engine.kafka.addresses import Properties, brokers_of, secrets_of
+from airflow_cdc_provider.engine.kafka.addresses import Properties, as_registry, brokers_of, secrets_of
 from airflow_cdc_provider.engine.section import (
     as_flag,
     as_positive_integer,
@@ -93,7 +93,7 @@ class KafkaSettings:
             replicas=section.take("replicas", as_positive_integer, -1),
             topic_config=section.texts("topic_config"),
             transaction_timeout=section.take("transaction_timeout", as_positive_seconds, TIMEOUT),
-            registry=section.take("registry", as_text) if avro else None,
+            registry=section.take("registry", as_registry, secret=True) if avro else None,
             registry_properties=section.texts("registry_properties", secret=True) if avro else (),
             decimals=cast(Decimals, section.take("decimals", one_of("string", "precise"), "string"))
             if avro or debezium

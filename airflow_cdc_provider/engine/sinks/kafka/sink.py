@@ -9,6 +9,7 @@ end of a transaction in one partition after the other. Overtaken runs are fenced
 from __future__ import annotations
 
 import json
+import random
 import time
 import uuid
 import zlib
@@ -52,6 +53,7 @@ from airflow_cdc_provider.engine.sinks.kafka.writer import Batch, Overtaken, Uns
 from airflow_cdc_provider.engine.sinks.lake.room import Room, room_at
 
 _TRIES = 10
+_PAUSE = 0.5  # seconds at most, before another try
 _MARGIN = 10.0  # seconds after its timeout in which the brokers have ended a transaction
 
 
@@ -213,6 +215,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
                     late += e.seconds > writer.timeout
                     if late > 1:
                         raise writer.too_long(e.seconds) from e
+                    time.sleep(random.uniform(0, _PAUSE))  # or two would take it from each other in step
                 except Unsure as e:
                     unsure = e  # what the record says tells how it has ended
                 else:
@@ -231,6 +234,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
     def _require_apart(self, targets: Sequence[Target]) -> None:
         self.topics.require_apart(targets)
+        for target in targets:
+            self.topics.format.require(target)
 
     def _has(self, contents: Contents, target: Target) -> bool:
         tables = contents.get("tables", {})
@@ -259,6 +264,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
         """See :meth:`.base.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""
         failpoint("before-redefinition")
+        self.topics.format.require(after)
         change = redefinition(before.table, after.table)
         for column in change.added:
             if column.missing is not None:
@@ -274,6 +280,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
         """See :meth:`.base.Sink.take_epoch`."""
+        self.journal.require()
         epoch = super().take_epoch(owner, at_least)
         self.staging.create(self.settings.replicas)
         return epoch
@@ -383,7 +390,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         """See :meth:`.base.Sink.replace`."""
         contents = self._contents(epoch)
         if before is None:
-            self._check([target], {})
+            self._check([target], changes.targets_of(contents))
         if keys is not None:
             batches = (only(target, keys, batch) for batch in batches)
         found = self._stage_rows(epoch, contents, target, keys, batches, finish)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from confluent_kafka import KafkaError, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from airflow_cdc_provider.engine.errors import StagingLost
 from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster, Topic, received
@@ -103,11 +103,19 @@ class Staging:
         :param epoch: of the run, by which a later one tells what earlier ones have left.
         :raises CdcError: when it cannot be written.
         """
-        view = memoryview(data)
+        producer = self._producer(self._there())
+        try:
+            return self._write(producer, partition, epoch, memoryview(data))
+        except BaseException:
+            with _making:  # it may be one that takes nothing any more
+                if _producers.get((os.getpid(), self), ("", None))[1] is producer:
+                    del _producers[os.getpid(), self]
+            raise
+
+    def _write(self, producer: Producer, partition: int, epoch: int, view: memoryview) -> Blob:
         parts = [view[start : start + _SLICE_BYTES] for start in range(0, len(view), _SLICE_BYTES)] or [view]
         offsets: list[int | None] = [None] * len(parts)
         errors: list[KafkaError] = []
-        producer = self._producer(self._there())
         for n, part in enumerate(parts):
 
             def delivered(error: KafkaError | None, message: Message, n: int = n) -> None:
@@ -130,6 +138,8 @@ class Staging:
         while True:
             try:
                 producer.produce(self.topic, value, key, partition, on_delivery=delivered)
+            except KafkaException as e:
+                raise self.cluster.failure(e.args[0], f"rows cannot be staged in topic {self.topic}") from e
             except BufferError:
                 if time.monotonic() > deadline:
                     raise self.cluster.unreachable("rows cannot be staged: the queue stays full") from None
