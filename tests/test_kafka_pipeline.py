@@ -6,15 +6,17 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import commands, requests
 from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.state import State
 from tests.audited import AUDITED, assert_all_changes, writing
 from tests.conftest import Databases
 from tests.kafka_sink import clear, consumed, send
@@ -220,6 +222,23 @@ def test_tables_are_read_again_while_the_pipeline_goes_on(pipeline: KafkaPipelin
         commands.verify(pipeline.pipeline)
     commands.resnapshot(pipeline.pipeline, tables=["public.t"])
     pipeline.apply()
+    pipeline.assert_verified()
+
+
+def test_a_request_to_read_again_that_exceeds_a_limit_is_given_up(pipeline: KafkaPipeline) -> None:
+    """The stream would meet it again at each start."""
+    noise = Random(1).randbytes(100_000).hex()
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, a text)", f"INSERT INTO t VALUES (1, '{noise}')")
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.apply()
+    pipeline.change(sink={"properties": {"message.max.bytes": "100000"}})
+    request = requests.request(pipeline.pipeline, ["public.t"], None)
+    pipeline.source("INSERT INTO public.t VALUES (2, 'b')")
+    pipeline.apply()
+    told = requests.outcome(State(pipeline.pipeline.state), request)
+    assert told is not None
+    assert "message.max.bytes" in json.dumps(told["error"])
     pipeline.assert_verified()
 
 

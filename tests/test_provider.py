@@ -233,6 +233,50 @@ def test_airflow_finds_the_installed_provider(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+KAFKA = """
+import sys
+from airflow_cdc_provider import cdc_dag
+from airflow_cdc_provider.hooks.cdc import load_pipeline
+
+cdc_dag({path!r})
+assert load_pipeline({path!r}).pipeline.sink.brokers == "one:9092,two:9092"
+foreign = ("airflow.providers.apache.kafka.hooks", "confluent_kafka")
+loaded = {{name for name in sys.modules if name.startswith(foreign)}}
+assert not loaded, loaded
+
+from airflow.providers_manager import ProvidersManager
+
+hook = ProvidersManager().hooks["kafka"]
+assert hook is not None
+assert hook.package_name == "apache-airflow-providers-apache-kafka", hook
+"""
+
+
+def test_the_connection_type_of_kafka_is_that_of_its_provider_which_is_not_loaded(tmp_path: Path) -> None:
+    """A connection as the form of that provider saves it names the cluster; the extra ``kafka`` has the provider."""
+    path = write_pipeline(
+        tmp_path,
+        "pipeline: shop\n"
+        "source: {conn_id: shop_pg, tables: [public.orders]}\n"
+        "sink: {type: kafka, conn_id: events}\n"
+        f"state: {tmp_path}/state\n",
+    )
+    extra = {"bootstrap.servers": "one:9092,two:9092", "group.id": "others", "security.protocol": "PLAINTEXT"}
+    environment = {
+        "AIRFLOW_CONN_SHOP_PG": "postgresql://cdc@db/shop",
+        "AIRFLOW_CONN_EVENTS": connection_json(conn_type="kafka", extra=json.dumps(extra)),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", KAFKA.format(path=str(path))],
+        env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("connection", "uri"),
     [
