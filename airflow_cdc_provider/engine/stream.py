@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine import errors
+from airflow_cdc_provider.engine.batches import Batches
 from airflow_cdc_provider.engine.connection import Connection, connected, describe, row
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, StreamFailed, TableLocked
 from airflow_cdc_provider.engine.fanout import Fanout
-from airflow_cdc_provider.engine.garbage import release_batches, spare_modules
+from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.locks import naming_holders
 from airflow_cdc_provider.engine.lsn import format_lsn
@@ -38,7 +36,6 @@ from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.25
 _ACKNOWLEDGE_SECONDS = 30.0
 
 
@@ -107,9 +104,7 @@ class StreamJob:
         self._began = record.applied
         self._origin = Origin.of(record.identity)
         self._units = Fanout(run, record)
-        self._unit = threading.Lock()
-        self._stopped = False
-        self._failure: CdcError | None = None
+        self._batches = Batches(run, self._batch, _batch_failure, _query_failure)
         self._passage: Passage | None = None
         self._seen: Passage | None = None
         self._unseen: str | None = None
@@ -129,7 +124,7 @@ class StreamJob:
                 self._gate(source)  # the address may lead to another server than it did to the gate at the start
                 self._look(source)
                 while not self._run.stopping and not self._units.done(target):
-                    if self._terminated(query):
+                    if self._batches.ended(query):
                         break
                     self._run.check()
                     if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
@@ -192,7 +187,7 @@ class StreamJob:
         pieces = self._spark.readStream.format("postgres_cdc").load()
         return (
             pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
-            .foreachBatch(self._batch)
+            .foreachBatch(self._batches)
             .option("checkpointLocation", self._run.state.new_checkpoint(self._run.epoch))
             .trigger(processingTime=f"{int(self._pipeline.stream.trigger * 1000)} milliseconds")
             .start()
@@ -210,16 +205,6 @@ class StreamJob:
         self._run.lag.see(passage.slot)
         return passage.slot
 
-    def _terminated(self, query: StreamingQuery) -> bool:
-        """Wait a little; raise what ended the query, if something did."""
-        self._run.wait(_POLL_SECONDS)
-        if query.isActive:
-            return False
-        failure = query.exception()
-        if failure is not None:
-            raise self._failure or _query_failure(str(failure)) from failure
-        return True
-
     def _await_acknowledgement(self, source: Connection, query: StreamingQuery) -> None:
         """Leave the slot at what is applied: Spark tells the source so when it next asks for an offset."""
         applied, slot = self._units.applied, self._pipeline.source.slot
@@ -230,19 +215,13 @@ class StreamJob:
             state = read_slot(source, slot)
             if state is not None:
                 self._run.lag.see(state)
-            return state is None or state.confirmed_flush_lsn >= applied or self._terminated(query)
+            return state is None or state.confirmed_flush_lsn >= applied or self._batches.ended(query)
 
         wait_until(acknowledged, _ACKNOWLEDGE_SECONDS)
 
     def _stop(self, query: StreamingQuery) -> None:
-        """Stop between two units: a batch that has begun ends, one that begins now is turned away."""
         self._units.halt()
-        with self._unit:
-            self._stopped = True
-        try:
-            query.stop()
-        except (Py4JError, PySparkException) as e:  # the error at hand, if there is one, is the one to be told
-            log.warning("the streaming query did not end: %s", str(e).splitlines()[0])
+        self._batches.stop(query)
         # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
         with contextlib.suppress(CdcError, *DRIVER_ERRORS):
             self._sweep()
@@ -251,32 +230,18 @@ class StreamJob:
         self._run.commit_record.sweep(self._run.epoch)
         self._run.commit_record.discard(self._run.epoch)
 
-    # -- one batch ---------------------------------------------------------------------------------
+    def _batch(self, pieces: DataFrame, number: int) -> None:
+        if self._seen is not None:
+            self._units.note(self._seen)
+        self._units.bring(pieces, number)
+        self._report(self._progress())
 
-    def _batch(self, pieces: DataFrame, batch: int) -> None:
-        """Bring a batch into the sink. Whatever goes wrong must be raised, or Spark would commit the batch."""
-        with self._unit:
-            if self._stopped:
-                raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
-            release_batches()
-            try:
-                if self._seen is not None:
-                    self._units.note(self._seen)
-                self._units.bring(pieces, batch)
-                self._report(self._progress())
-            except CdcError as e:
-                self._failure = e
-                raise
-            except DRIVER_ERRORS as e:
-                self._failure = driver_failure(e, f"committing batch {batch}")
-                raise
-            except PySparkException as e:
-                if not self._run.stopping:
-                    self._failure = StreamFailed(
-                        f"a Spark task of batch {batch} failed: {str(e).splitlines()[0]}",
-                        "Start again: the stream goes on from the last commit. The task's error is in Spark's log.",
-                    )
-                raise
+
+def _batch_failure(number: int, text: str) -> CdcError:
+    return StreamFailed(
+        f"a Spark task of batch {number} failed: {text.splitlines()[0]}",
+        "Start again: the stream goes on from the last commit. The task's error is in Spark's log.",
+    )
 
 
 def _query_failure(text: str) -> CdcError:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from airflow_cdc_provider.engine.batches import Batches
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, GateClosed, StreamFailed
-from airflow_cdc_provider.engine.garbage import release_batches, spare_modules
+from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.stream import StreamProgress
@@ -37,7 +34,6 @@ from airflow_cdc_provider.engine.topics.units import TopicUnits, records_of
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.25
 _LOST = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|failOnDataLoss|UNABLE_TO_DETECT_PARTITION_OFFSET_CHANGED")
 _BEGINS_LATE = re.compile(r"ADDED_PARTITION_DOES_NOT_START_FROM_OFFSET_ZERO")
 _EARLIEST = -2
@@ -83,9 +79,7 @@ class TopicJob:
         records = records_of(run)
         self._slowest = min(records, key=lambda record: record.applied)
         self._positions = [Position.of(record) for record in records]
-        self._unit = threading.Lock()
-        self._stopped = False
-        self._failure: CdcError | None = None
+        self._batches = Batches(run, self._batch, lambda number, text: failure_of(text), failure_of)
         self._late: dict[int, int] = {}
         self._lag: int | None = None
 
@@ -99,7 +93,7 @@ class TopicJob:
         beat = time.monotonic()
         try:
             while not self._run.stopping and not self._done(target, goal):
-                if self._terminated(query):
+                if self._batches.ended(query):
                     break
                 self._run.check()
                 if time.monotonic() - beat >= self._run.pipeline.stream.heartbeat:
@@ -107,7 +101,7 @@ class TopicJob:
                     self._look()
                 self._report(self._progress(query))
         finally:
-            self._stop(query)
+            self._batches.stop(query)
         self._look()
         self._report(self._progress(query))
         return self._progress(query)
@@ -139,7 +133,7 @@ class TopicJob:
         return (
             rows.writeStream.queryName(f"airflow-cdc {self._run.pipeline.name}")
             .outputMode(output_of(self._run.pipeline))
-            .foreachBatch(self._batch)
+            .foreachBatch(self._batches)
             .option("checkpointLocation", self._checkpoint.url)
             .trigger(processingTime=f"{int(self._run.pipeline.stream.trigger * 1000)} milliseconds")
             .start()
@@ -154,6 +148,9 @@ class TopicJob:
         """Look whether the topics can still continue what the sinks have, and how far they are ahead."""
         position = self._units.position
         self._lag = behind(position.offsets, pass_gate(self._topics, position))
+
+    def _batch(self, rows: DataFrame, number: int) -> None:
+        self._units.bring(rows, number)
 
     def _progress(self, query: StreamingQuery) -> StreamProgress:
         units = self._units
@@ -180,44 +177,6 @@ class TopicJob:
                 operators: list[dict[str, Any]] = progress["stateOperators"]
                 self._late[progress["batchId"]] = sum(each["numRowsDroppedByWatermark"] for each in operators)
         return sum(self._late.values())
-
-    def _terminated(self, query: StreamingQuery) -> bool:
-        """Wait a little; raise what ended the query, if something did."""
-        self._run.wait(_POLL_SECONDS)
-        if query.isActive:
-            return False
-        failure = query.exception()
-        if failure is not None:
-            raise self._failure or failure_of(str(failure)) from failure
-        return True
-
-    def _stop(self, query: StreamingQuery) -> None:
-        """Stop between two units: a batch that has begun ends, one that begins now is turned away."""
-        with self._unit:
-            self._stopped = True
-        try:
-            query.stop()
-        except (Py4JError, PySparkException) as e:  # the error at hand, if there is one, is the one to be told
-            log.warning("the streaming query did not end: %s", str(e).splitlines()[0])
-
-    def _batch(self, rows: DataFrame, batch: int) -> None:
-        """Bring a batch into the sinks. Whatever goes wrong must be raised, or Spark would commit the batch."""
-        with self._unit:
-            if self._stopped:
-                raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
-            release_batches()
-            try:
-                self._units.bring(rows, batch)
-            except CdcError as e:
-                self._failure = e
-                raise
-            except DRIVER_ERRORS as e:
-                self._failure = driver_failure(e, f"committing batch {batch}")
-                raise
-            except PySparkException as e:
-                if not self._run.stopping:
-                    self._failure = failure_of(str(e))
-                raise
 
 
 def failure_of(text: str) -> CdcError:
