@@ -89,7 +89,17 @@ def test_secrets_of_the_registry_are_secrets() -> None:
     assert "secret" not in repr(settings)
 
 
-@pytest.mark.parametrize("url", ["registry:8081", "http://me:secret@registry:8081", "ftp://registry", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "registry:8081",
+        "http://me:secret@registry:8081",
+        "http://a,http://me:secret@b",
+        "http://[b",
+        "ftp://registry",
+        "http://",
+    ],
+)
 def test_a_registry_is_a_url_without_a_password(url: str) -> None:
     with pytest.raises(ConfigError, match=r"sink\.registry") as told:
         parse({"brokers": "one:9092", "format": "avro", "registry": url})

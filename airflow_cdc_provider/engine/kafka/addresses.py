@@ -48,14 +48,18 @@ def as_brokers(value: object) -> str:
 
 
 def as_registry(value: object) -> str:
-    """The URL of a schema registry."""
+    """The URL of a schema registry; several with commas."""
     text = as_text(value)
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError(
-            "http:// or https:// and a host; user and password belong into `registry_properties`, as"
-            " basic.auth.user.info"
-        )
+    wanted = (
+        "http:// or https:// and a host; user and password belong into `registry_properties`, as basic.auth.user.info"
+    )
+    for url in text.split(","):
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise ValueError(wanted) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+            raise ValueError(wanted)
     return text
 
 

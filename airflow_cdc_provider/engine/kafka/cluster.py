@@ -66,7 +66,12 @@ _PASSING = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
 )
 _OUT_OF_RANGE = (KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._AUTO_OFFSET_RESET)
-_TOO_FEW_REPLICAS = (KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
+# The client tries on when replicas are lacking, so all that is told in the end may be that it took too long.
+_NOT_TAKEN = (
+    KafkaError._MSG_TIMED_OUT,
+    KafkaError.NOT_ENOUGH_REPLICAS,
+    KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+)
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 
 # What librdkafka has to say beside its errors, such as that a broker is out of reach for a moment.
@@ -231,15 +236,19 @@ class Cluster:
     def broker_setting(self, name: str) -> str | None:
         """What a broker is set to; ``None`` when it does not say."""
         described = self._ask(lambda admin: admin.describe_cluster(request_timeout=REQUEST_SECONDS).result())
-        return self._settings(ConfigResource(ResourceType.BROKER, str(described.nodes[0].id))).get(name)
+        (found,) = self._settings([ConfigResource(ResourceType.BROKER, str(described.nodes[0].id))]).values()
+        return found.get(name)
 
-    def topic_settings(self, topic: str) -> Mapping[str, str]:
-        """What a topic is set to, of its own or by the brokers' defaults, by name."""
-        return self._settings(ConfigResource(ResourceType.TOPIC, topic))
+    def topic_settings(self, topics: Collection[str]) -> dict[str, dict[str, str]]:
+        """What topics are set to, of their own or by the brokers' defaults, by their names."""
+        return self._settings([ConfigResource(ResourceType.TOPIC, topic) for topic in topics])
 
-    def _settings(self, resource: ConfigResource) -> dict[str, str]:
-        found = self._ask(lambda admin: _all(admin.describe_configs([resource], request_timeout=REQUEST_SECONDS)))
-        return {name: str(entry.value) for name, entry in found[resource].items()}
+    def _settings(self, resources: list[ConfigResource]) -> dict[str, dict[str, str]]:
+        def ask(admin: AdminClient) -> dict[Any, Any]:
+            return _all(admin.describe_configs(resources, request_timeout=REQUEST_SECONDS))
+
+        told = self._ask(ask) if resources else {}
+        return {each.name: {name: str(entry.value) for name, entry in told[each].items()} for each in resources}
 
     def _ask(self, ask: Callable[[AdminClient], Any]) -> Any:
         """Ask the brokers something; again, with a client that knows nothing yet, while they are about to change.
@@ -373,11 +382,11 @@ class Cluster:
             return ConfigError(said, "Correct `sink.replicas` or `sink.partitions`.")
         if code in _OUT_OF_RANGE:
             return StreamFailed(said, "See who has removed messages that were about to be read; then start again.")
-        if code in _TOO_FEW_REPLICAS:
+        if code in _NOT_TAKEN:
             return ConnectionFailed(
                 said,
-                "Have as many replicas in sync again as min.insync.replicas of the topic asks for, or lower it; then"
-                " start again.",
+                "See that the brokers run, and that as many replicas of the topic are in sync as its"
+                " min.insync.replicas asks for; then start again.",
             )
         return ConnectionFailed(said, "See that the brokers run and can be reached from here; then start again.")
 

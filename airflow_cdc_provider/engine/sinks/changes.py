@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 Contents = Mapping[str, Mapping[str, Any]]
 """JSON values by section and key."""
 
-_KEYS_BYTES = 256 << 10
+_VALUE_BYTES = 256 << 10  # about; a store may write each value as a message of limited size
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,11 @@ def _finished(
 
 
 def _parts(keys: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
-    """Keys in as many parts as have room in an entry each, as stores bound what an entry may hold; one at least."""
+    """Keys in as many parts as make values of bounded size; one at least."""
     part: list[tuple[str, ...]] = []
     size = 0
     for key in keys:
-        if part and size >= _KEYS_BYTES:
+        if part and size >= _VALUE_BYTES:
             yield part
             part, size = [], 0
         part.append(key)

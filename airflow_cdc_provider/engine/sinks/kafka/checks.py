@@ -79,7 +79,12 @@ def _names(sink: KafkaSink, targets: Sequence[Target]) -> str:
 
 
 def _cleanup(sink: KafkaSink, targets: Sequence[Target]) -> str:
-    compacted = [target for target in targets if "compact" in _policy(sink, target)]
+    names = [sink.topics.name(target) for target in targets]
+    there = sink.cluster.topic_settings(sink.cluster.described(names).keys())
+    default = sink.cluster.broker_setting("log.cleanup.policy") or ""
+    made = {"cleanup.policy": default, **dict(sink.settings.topic_config)}
+    policies = [there.get(name, made).get("cleanup.policy", default) for name in names]
+    compacted = [target for target, policy in zip(targets, policies, strict=True) if "compact" in policy]
     if not compacted:
         return "Topics keep every change, for as long as the brokers are set to."
     keyless = next((target for target in compacted if not target.table.key), None)
@@ -93,13 +98,6 @@ def _cleanup(sink: KafkaSink, targets: Sequence[Target]) -> str:
         "Compacted topics take no message without a key: a TRUNCATE of a source table, or a table that is read again"
         " as a whole, will stop the pipeline."
     )
-
-
-def _policy(sink: KafkaSink, target: Target) -> str:
-    """The cleanup policy of a target's topic, or what it will have."""
-    if sink.topics.find(target) is not None:
-        return sink.cluster.topic_settings(sink.topics.name(target)).get("cleanup.policy", "")
-    return dict(sink.settings.topic_config).get("cleanup.policy", "")
 
 
 def _topics(sink: KafkaSink, targets: Sequence[Target]) -> str:

@@ -81,19 +81,13 @@ class Journal:
 
         :raises TargetConflict: saying what it is set to.
         """
-        topic = self.cluster.topic(self.topic)
-        if topic is None:
+        if self.cluster.topic(self.topic) is None:
             return
-        if topic.partitions != 1:
-            raise TargetConflict(
-                f"the topic {self.topic} has {topic.partitions} partitions, and a commit record is read in order",
-                "Remove the topic, unless somebody else's messages are in it; then give the pipeline another name.",
-            )
-        settings = self.cluster.topic_settings(self.topic)
-        policy, kept = settings.get("cleanup.policy", ""), float(settings.get("delete.retention.ms", "inf"))
+        told = CONFIG | self.cluster.topic_settings([self.topic])[self.topic]
+        policy, kept = told["cleanup.policy"], int(told["delete.retention.ms"])
         if policy != "compact" or kept < _MAX_AGE * 1000:
             raise TargetConflict(
-                f"the topic {self.topic} has cleanup.policy {policy} and delete.retention.ms {kept:.0f}: it would"
+                f"the topic {self.topic} has cleanup.policy {policy} and delete.retention.ms {kept}: it would"
                 " forget what the commit record holds",
                 f"Set both by `kafka-configs --alter --entity-type topics --entity-name {self.topic} --add-config"
                 f" cleanup.policy={CONFIG['cleanup.policy']},delete.retention.ms={CONFIG['delete.retention.ms']}`; then"

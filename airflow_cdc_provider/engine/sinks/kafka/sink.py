@@ -25,11 +25,7 @@ import pyarrow.compute as pc
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import (
-    StagingLost,
-    StreamFailed,
-    UnknownTable,
-)
+from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, StagingLost, StreamFailed, UnknownTable
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
@@ -203,7 +199,9 @@ class KafkaSink(ChangesRecord, AppendOnly):
         """
         late, unsure = 0, None
         with writer.alone():
-            for _ in range(_TRIES):
+            for tried in range(_TRIES):
+                if tried:
+                    time.sleep(random.uniform(0, _PAUSE))  # or two would take it from each other in step
                 writer.take()
                 contents = self.journal.contents(self.settings.transaction_timeout + _MARGIN)
                 commit = decide(contents)
@@ -215,7 +213,6 @@ class KafkaSink(ChangesRecord, AppendOnly):
                     late += e.seconds > writer.timeout
                     if late > 1:
                         raise writer.too_long(e.seconds) from e
-                    time.sleep(random.uniform(0, _PAUSE))  # or two would take it from each other in step
                 except Unsure as e:
                     unsure = e  # what the record says tells how it has ended
                 else:
@@ -234,8 +231,6 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
     def _require_apart(self, targets: Sequence[Target]) -> None:
         self.topics.require_apart(targets)
-        for target in targets:
-            self.topics.format.require(target)
 
     def _has(self, contents: Contents, target: Target) -> bool:
         tables = contents.get("tables", {})
@@ -244,6 +239,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
 
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
         topics = self.topics
+        topics.format.require(target)
         if recorded is not None:
             topics.require_before(target, last_told(self._current() or {}, target), start)
         elif ours:
@@ -264,7 +260,10 @@ class KafkaSink(ChangesRecord, AppendOnly):
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
         """See :meth:`.base.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""
         failpoint("before-redefinition")
-        self.topics.format.require(after)
+        try:
+            self.topics.format.require(after)
+        except ConfigError as e:
+            raise CannotFollow(e.message, e.solution) from e
         change = redefinition(before.table, after.table)
         for column in change.added:
             if column.missing is not None:
@@ -391,6 +390,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
         contents = self._contents(epoch)
         if before is None:
             self._check([target], changes.targets_of(contents))
+        else:
+            self.topics.format.require(target)
         if keys is not None:
             batches = (only(target, keys, batch) for batch in batches)
         found = self._stage_rows(epoch, contents, target, keys, batches, finish)

@@ -130,7 +130,8 @@ class Staging:
         if errors:
             raise self.cluster.failure(errors[0], f"rows cannot be staged in topic {self.topic}")
         if None in offsets:
-            raise self.cluster.unreachable(f"rows cannot be staged within {_FLUSH_SECONDS:.0f} seconds")
+            late = KafkaError(KafkaError._MSG_TIMED_OUT)
+            raise self.cluster.failure(late, f"rows cannot be staged in topic {self.topic}")
         return Blob(partition, tuple(o for o in offsets if o is not None), len(view), zlib.crc32(view))
 
     def _produce(self, producer: Producer, partition: int, key: bytes, value: bytes, delivered: Any) -> None:
