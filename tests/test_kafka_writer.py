@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,22 @@ from airflow_cdc_provider.engine.errors import (
     ConfigError,
     ConnectionFailed,
     Failpoint,
+    Fenced,
     GateClosed,
     LimitExceeded,
     MissingPrivilege,
 )
 from airflow_cdc_provider.engine.failpoint import VARIABLE
+from airflow_cdc_provider.engine.sinks.changes import Contents
 from airflow_cdc_provider.engine.sinks.kafka import writer
-from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
+from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from tests.kafka_server import make_broker
 from tests.kafka_sink import KafkaStore, clear, consumed
-from tests.sink_contract import TARGET, WHOLE, Begun, begin
+from tests.sink_contract import IDENTITY, TARGET, WHOLE, Begun, begin
 
 STREAM = f"{PREFIX}p.stream"
+TIMEOUTS = r"sink\.transaction_timeout .* transaction\.max\.timeout\.ms"
 
 
 @pytest.fixture
@@ -111,6 +115,33 @@ def test_a_commit_is_taken_up_again_when_somebody_has_taken_the_id(begun: Begun,
     assert part.sink.commit(part.epoch, 200, 300, [piece])
     assert keys(begun) == [1, 2]
     del other
+
+
+@pytest.mark.parametrize("overtakes", [False, True], ids=["same epoch", "next epoch"])
+def test_what_was_decided_before_somebody_else_committed_is_not_committed(
+    begun: Begun, store: KafkaStore, monkeypatch: pytest.MonkeyPatch, overtakes: bool
+) -> None:
+    """The ``transactional.id`` is had before the record is read, so who commits after that has taken it away."""
+    part = stream(begun)
+    part.sink._join(part.epoch)  # type: ignore[attr-defined]
+    piece = part.piece(begun.put("1", "a", "1.00"))
+    part.sink.end_sessions()  # so that it has to take the id anew
+    other = stream(begun, transaction_timeout=299.0)  # by which its clients are its own
+    contents, read = Journal.contents, []
+
+    def slow_once(self: Journal, patience: float | None = None) -> Contents | None:
+        found = contents(self, patience)
+        if patience is not None and not read:
+            read.append(found)
+            epoch = other.sink.take_epoch("another") if overtakes else other.epoch
+            assert replace(other, epoch=epoch).unit(100, 200, begun.put("2", "b", "2.00"))
+        return found
+
+    monkeypatch.setattr(Journal, "contents", slow_once)
+    with pytest.raises(Fenced) if overtakes else nullcontext():
+        assert not part.sink.commit(part.epoch, 100, 200, [piece])
+    assert [found["head"]["applied"] for found in read] == ["0/64"]
+    assert keys(begun) == [2]
 
 
 class Unheard(Producer):
@@ -288,6 +319,24 @@ def test_properties_that_the_client_does_not_know_are_refused(store: KafkaStore)
     wrong = KafkaSink(replace(store.settings, properties=(("no.such.thing", "1"),)), "p")
     with pytest.raises(ConfigError, match=r"no\.such\.thing"):
         wrong.record()
+
+
+def test_a_timeout_that_the_brokers_do_not_take_is_named_before_anything_is_made(store: KafkaStore) -> None:
+    sink = KafkaSink(replace(store.settings, transaction_timeout=901.0), "p")
+    with pytest.raises(ConfigError, match=TIMEOUTS):
+        sink.prepare([TARGET], [WHOLE], IDENTITY, 100)
+    assert store.names() == set()
+
+
+def test_a_timeout_that_the_brokers_do_not_take_any_more_is_named(begun: Begun) -> None:
+    part, record = stream(begun, transaction_timeout=901.0), begun.record
+    for step in (
+        lambda: part.sink.take_epoch("another"),
+        lambda: part.unit(100, 200, begun.put("1", "a", "1.00")),
+    ):
+        with pytest.raises(ConfigError, match=TIMEOUTS):
+            step()
+    assert (begun.record, keys(begun)) == (record, [])
 
 
 def test_who_may_not_is_told_so_and_a_password_is_not_shown(server_directory: Path) -> None:

@@ -126,6 +126,10 @@ class KafkaSink(ChangesRecord, AppendOnly):
             if topic.startswith(PREFIX) and not topic.endswith(SUFFIX) and pipeline != self.pipeline:
                 yield pipeline, Journal(self.cluster, pipeline).others() or {}
 
+    def _require_store(self) -> None:
+        """See :meth:`.ChangesRecord._require_store`: brokers with which no transaction can be begun are refused."""
+        self.probe().end()
+
     def _begin(self, change: Change, what: str) -> bool:
         self.journal.create(self.settings.replicas)
         self.staging.create(self.settings.replicas)
