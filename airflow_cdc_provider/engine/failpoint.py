@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 
 from airflow_cdc_provider.engine.errors import Failpoint
@@ -33,6 +34,7 @@ def failpoint(name: str) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "pause":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # By way of another thread of the process, this one would go on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return
     raise Failpoint(f"failpoint {name} fired", f"Unset {VARIABLE}.")
