@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from airflow_cdc_provider.demo.servers import await_condition
 from tests.conftest import PIPELINE_ROLE, Databases
 from tests.kafka_server import SECONDS, make_broker
 from tests.test_topics_pipeline import CLICKS, ORDERS, SUMS
+from tests.test_topics_to_topics import VALID, VISITS, TopicsToTopic
 from tests.topics import TopicsPipeline, moments
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -54,6 +56,26 @@ class Clicks:
         return sorted((key, second, total) for (key, second), total in self._totals.items())
 
 
+class Visits:
+    """Messages every two seconds, one in three without a valid identifier, and the windows that they add up to."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._counts = Counter[tuple[str, str]]()
+
+    def send(self, pipeline: TopicsPipeline, count: int = 30) -> None:
+        for number in range(self._sent, self._sent + count):
+            at, key = datetime(2024, 5, 1, 10) + timedelta(seconds=2 * number), ("abc1", "xyz22", "abc")[number % 3]
+            pipeline.send({"id": key, "at": f"{at.isoformat()}Z"})
+            if key != "abc":
+                self._counts[key, f"{at.replace(second=at.second // 20 * 20):%F %T}+00"] += 1
+        self._sent += count
+
+    @property
+    def windows(self) -> list[tuple[str, str, int]]:
+        return sorted((*window, count) for window, count in self._counts.items())
+
+
 def test_windows_are_right_whatever_step_the_driver_is_killed_at(
     databases: Databases, kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -65,6 +87,26 @@ def test_windows_are_right_whatever_step_the_driver_is_killed_at(
         killed.kill()
     pipeline.run("run")
     assert pipeline.target_rows(TOTALS) == clicks.totals
+
+
+def test_closed_windows_are_told_once_whatever_step_the_driver_is_killed_at(
+    databases: Databases, kafka: KafkaServer, tmp_path: Path
+) -> None:
+    watermark = {"column": "at", "delay": "10 seconds"}
+    asked = {"key": ["id", "start"], "watermark": watermark, "sql": VALID, "max_batch_messages": 10}
+    pipeline, visits = TopicsToTopic(tmp_path, databases, kafka, VISITS, **asked), Visits()
+    for step in STEPS:
+        visits.send(pipeline)
+        # The third batch is the one that closes windows; where nothing is staged, its step is not passed.
+        killed = pipeline.start("run", failpoint=f"{step}:kill:{1 if step.endswith('staged') else 3}")
+        assert killed.wait().code != 0, step
+        killed.kill()
+        pipeline.catch_up()
+    for _ in range(2):  # the second is read by the time that the first has told, and closes all before both
+        pipeline.send({"id": "abc1", "at": "2024-05-01T11:00:00Z"})
+        pipeline.catch_up()
+    told = [(row["id"], row["start"], row["visits"]) for row in pipeline.received()]
+    assert sorted(told) == visits.windows
 
 
 def test_windows_in_mysql_are_right_after_a_kill_and_a_restart_of_the_broker(
