@@ -139,11 +139,12 @@ class Cluster:
 
     def id(self) -> str:
         """What the cluster calls itself, wherever it is."""
-        return str(self._ask(lambda admin: admin.describe_cluster(request_timeout=REQUEST_SECONDS).result()).cluster_id)
+        return str(self._description().cluster_id)
 
     def topics(self) -> list[str]:
         """The names of all topics that we may see."""
-        return sorted(self._ask(lambda admin: admin.list_topics(timeout=REQUEST_SECONDS)).topics)
+        found = self._ask("topics cannot be listed", lambda admin: admin.list_topics(timeout=REQUEST_SECONDS))
+        return sorted(found.topics)
 
     def topic(self, name: str) -> Topic | None:
         """A topic; ``None`` when there is none of that name."""
@@ -158,7 +159,7 @@ class Cluster:
             there = {name: found for name, found in answers.items() if found is not None}
             return {name: Topic(name, str(found.topic_id), len(found.partitions)) for name, found in there.items()}
 
-        found: dict[str, Topic] = self._ask(ask) if names else {}
+        found: dict[str, Topic] = self._ask(f"{_named(names)} cannot be described", ask) if names else {}
         return found
 
     def create(self, names: Collection[str], partitions: int, replicas: int, config: Mapping[str, str]) -> None:
@@ -180,18 +181,20 @@ class Cluster:
             for each in admin.create_topics(topics, request_timeout=REQUEST_SECONDS).values():
                 _unless((KafkaError.TOPIC_ALREADY_EXISTS,), each)
 
-        self._ask(ask)
+        self._ask(f"{_named([topic.topic for topic in topics])} cannot be made", ask)
         time.sleep(_LOOK_SECONDS)
 
     def remove(self, name: str) -> None:
         """Remove a topic if it is there."""
+
+        def ask(admin: AdminClient) -> None:
+            _unless(_UNKNOWN, admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name])
+
         deadline = time.monotonic() + _PATIENCE
         while self.topic(name) is not None:
             if time.monotonic() > deadline:
                 raise ConnectionFailed(f"the topic {name} on {self.brokers} was removed, and is there", _LOOK_AGAIN)
-            self._ask(
-                lambda admin: _unless(_UNKNOWN, admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name])
-            )
+            self._ask(f"topic {name} cannot be removed", ask)
 
     def truncate(self, topic: str, before: Mapping[int, int]) -> None:
         """Remove messages of a topic from its front.
@@ -200,7 +203,10 @@ class Cluster:
         """
         wanted = [TopicPartition(topic, partition, offset) for partition, offset in before.items()]
         if wanted:
-            self._ask(lambda admin: _all(admin.delete_records(wanted, request_timeout=REQUEST_SECONDS)))
+            self._ask(
+                f"messages of topic {topic} cannot be removed",
+                lambda admin: _all(admin.delete_records(wanted, request_timeout=REQUEST_SECONDS)),
+            )
 
     def first(self, topic: str, partitions: Sequence[int]) -> dict[int, int]:
         """The offsets of the first messages that are there."""
@@ -228,31 +234,40 @@ class Cluster:
         found: dict[str, dict[int, int]] = defaultdict(dict)
         wanted = {TopicPartition(*place): which for place in places}
         options = {"isolation_level": isolation, "request_timeout": REQUEST_SECONDS}
-        answers = self._ask(lambda admin: _all(admin.list_offsets(wanted, **options))) if wanted else {}
+        if not wanted:
+            return found
+        what = f"offsets of {_named({topic for topic, _ in places})} cannot be had"
+        answers = self._ask(what, lambda admin: _all(admin.list_offsets(wanted, **options)))
         for place, answer in answers.items():
             found[place.topic][place.partition] = answer.offset
         return found
 
     def broker_setting(self, name: str) -> str | None:
         """What a broker is set to; ``None`` when it does not say."""
-        described = self._ask(lambda admin: admin.describe_cluster(request_timeout=REQUEST_SECONDS).result())
-        (found,) = self._settings([ConfigResource(ResourceType.BROKER, str(described.nodes[0].id))]).values()
-        return found.get(name)
+        broker = ConfigResource(ResourceType.BROKER, str(self._description().nodes[0].id))
+        return self._settings("settings of the brokers cannot be had", [broker])[broker.name].get(name)
 
     def topic_settings(self, topics: Collection[str]) -> dict[str, dict[str, str]]:
         """What topics are set to, of their own or by the brokers' defaults, by their names."""
-        return self._settings([ConfigResource(ResourceType.TOPIC, topic) for topic in topics])
+        if not topics:
+            return {}
+        resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
+        return self._settings(f"settings of {_named(topics)} cannot be had", resources)
 
-    def _settings(self, resources: list[ConfigResource]) -> dict[str, dict[str, str]]:
-        def ask(admin: AdminClient) -> dict[Any, Any]:
-            return _all(admin.describe_configs(resources, request_timeout=REQUEST_SECONDS))
-
-        told = self._ask(ask) if resources else {}
+    def _settings(self, what: str, resources: list[ConfigResource]) -> dict[str, dict[str, str]]:
+        told = self._ask(what, lambda admin: _all(admin.describe_configs(resources, request_timeout=REQUEST_SECONDS)))
         return {each.name: {name: str(entry.value) for name, entry in told[each].items()} for each in resources}
 
-    def _ask(self, ask: Callable[[AdminClient], Any]) -> Any:
+    def _description(self) -> Any:
+        return self._ask(
+            "the cluster cannot be described",
+            lambda admin: admin.describe_cluster(request_timeout=REQUEST_SECONDS).result(),
+        )
+
+    def _ask(self, what: str, ask: Callable[[AdminClient], Any]) -> Any:
         """Ask the brokers something; again, with a client that knows nothing yet, while they are about to change.
 
+        :param what: could not be done, for the message.
         :param ask: takes the client for administration that this process keeps, which outlives what it has asked.
         """
         deadline = time.monotonic() + REQUEST_SECONDS
@@ -263,7 +278,7 @@ class Cluster:
             except KafkaException as e:
                 error = kept.refused_login() or e.args[0]
                 if error.code() not in _PASSING or time.monotonic() > deadline:
-                    raise self.failure(error, "it refuses a request") from e
+                    raise self.failure(error, what) from e
             _admins.pop((os.getpid(), self), None)
             time.sleep(_LOOK_SECONDS)
 
@@ -282,7 +297,7 @@ class Cluster:
             lent.consumer.close()
             lent = _Kept(self._consumer(committed), {topic.name: topic.id})
         try:
-            with self.failing("it cannot be read"):
+            with self.failing(f"topic {topic.name} cannot be read"):
                 yield lent.consumer
         except BaseException:
             lent.consumer.close()
@@ -422,6 +437,12 @@ class _Admin:
 
 _admins: dict[tuple[int, Cluster], _Admin] = {}
 _consumers: defaultdict[tuple[int, Cluster, bool], list[_Kept]] = defaultdict(list)
+
+
+def _named(topics: Collection[str]) -> str:
+    """Topics in a message; a pipeline may have very many."""
+    first, *others = sorted(topics)
+    return f"topic {first}" + (f" and {len(others)} others" if others else "")
 
 
 def _unless(codes: Sequence[int], asked: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
 from airflow_cdc_provider.engine.errors import StagingLost
 from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster, Topic, received
@@ -91,6 +91,10 @@ class Staging:
         """Its name."""
         return f"{PREFIX}{self.pipeline}{SUFFIX}"
 
+    @property
+    def _unwritten(self) -> str:
+        return f"rows cannot be staged in topic {self.topic}"
+
     def create(self, replicas: int) -> None:
         """Make the topic, if it is not there."""
         self.cluster.create([self.topic], UNITS.stop, replicas, CONFIG)
@@ -128,19 +132,18 @@ class Staging:
         while any(offset is None for offset in offsets) and not errors and time.monotonic() < deadline:
             producer.poll(0.01)
         if errors:
-            raise self.cluster.failure(errors[0], f"rows cannot be staged in topic {self.topic}")
+            raise self.cluster.failure(errors[0], self._unwritten)
         if None in offsets:
             late = KafkaError(KafkaError._MSG_TIMED_OUT)
-            raise self.cluster.failure(late, f"rows cannot be staged in topic {self.topic}")
+            raise self.cluster.failure(late, self._unwritten)
         return Blob(partition, tuple(o for o in offsets if o is not None), len(view), zlib.crc32(view))
 
     def _produce(self, producer: Producer, partition: int, key: bytes, value: bytes, delivered: Any) -> None:
         deadline = time.monotonic() + _FLUSH_SECONDS
         while True:
             try:
-                producer.produce(self.topic, value, key, partition, on_delivery=delivered)
-            except KafkaException as e:
-                raise self.cluster.failure(e.args[0], f"rows cannot be staged in topic {self.topic}") from e
+                with self.cluster.failing(self._unwritten):
+                    producer.produce(self.topic, value, key, partition, on_delivery=delivered)
             except BufferError:
                 if time.monotonic() > deadline:
                     raise self.cluster.unreachable("rows cannot be staged: the queue stays full") from None

@@ -38,6 +38,7 @@ _OVERTAKEN = (
     KafkaError.INVALID_PRODUCER_ID_MAPPING,
     KafkaError.UNKNOWN_PRODUCER_ID,
 )
+_PURGED = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Writer:
             producer.commit_transaction(_END_SECONDS)
         except KafkaException as e:
             self.leave()
-            error = e.args[0]
+            error = _reason(producer, e.args[0])
             if error.code() in _OVERTAKEN or error.fatal():
                 raise Overtaken(error.str(), time.monotonic() - begun) from e
             if ending and not error.txn_requires_abort():
@@ -170,7 +171,8 @@ class Writer:
         failures: list[KafkaError] = []
 
         def failed(error: KafkaError | None, message: Message) -> None:
-            if error is not None:
+            # Messages of a transaction that fails are purged, which does not say why it fails.
+            if error is not None and error.code() not in _PURGED:
                 failures.append(error)
 
         conf = self.cluster.conf(transactional_id=self.id, transaction_timeout_ms=int(self.timeout * 1000))
@@ -187,6 +189,19 @@ class _Client:
 
     producer: Producer
     failures: list[KafkaError]
+
+
+def _reason(producer: Producer, error: KafkaError) -> KafkaError:
+    """Why a transaction has failed: of one that can only be aborted the client takes no message, and does not say why.
+
+    It says so to who wants to commit the transaction, which it does not do in this state.
+    """
+    if error.code() == KafkaError._STATE:
+        try:
+            producer.commit_transaction(_ABORT_SECONDS)
+        except KafkaException as e:
+            return e.args[0]  # type: ignore[no-any-return]
+    return error
 
 
 def _abort(producer: Producer) -> None:
