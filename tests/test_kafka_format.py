@@ -282,7 +282,7 @@ def test_debezium_json() -> None:
         ("date", "0044-03-15 BC", -735160),
         ("timestamp without time zone", "2024-01-01 00:00:00.25", 1_704_067_200_250_000),
         ("timestamp(3) without time zone", "2024-01-01 00:00:00.25", 1_704_067_200_250),
-        ("timestamp with time zone", "2024-01-01 00:00:00.25+00", "2024-01-01T00:00:00.25Z"),
+        ("timestamp with time zone", "2024-01-01 00:00:00.25+00", "2024-01-01T00:00:00.250000Z"),
         ("time without time zone", "24:00:00", 86_400_000_000),
         ("time(3) without time zone", "00:00:01.5", 1500),
         ("bytea", "\\x00ff", "AP8="),

@@ -193,6 +193,8 @@ def avro_schema(schema: ConnectSchema, known: set[str] | None = None) -> Any:
             namespace, _, last = full.rpartition(".")
             fields = [_avro_field(each, known) for each in schema["fields"]]
             made = {"type": "record", "name": last, "namespace": namespace, "fields": fields, "connect.name": name}
+            if "version" in schema:
+                made["connect.version"] = schema["version"]
     elif kind == "array":
         made = {"type": "array", "items": avro_schema(schema["items"], known)}
     else:

@@ -149,9 +149,9 @@ class Shape:
                 "before": before,
                 "after": pc.if_else(gone, pa.scalar(None, TEXT), after),
                 "source": source,
+                "transaction": NULL,
                 "op": joined('"', letters, '"'),
                 **now,
-                "transaction": NULL,
             }
         )
 
@@ -207,9 +207,9 @@ class Shape:
             {**row, "field": "before"},
             {**row, "field": "after"},
             {**_SOURCE, "field": "source"},
+            {**transaction, "field": "transaction"},
             {"type": "string", "optional": False, "field": "op"},
             *stamps,
-            {**transaction, "field": "transaction"},
         ]
         return {"type": "struct", "fields": fields, "optional": False, "name": f"{topic}.Envelope", "version": 2}
 
@@ -224,31 +224,37 @@ _SOURCE = {
     "type": "struct",
     "fields": [
         *({"type": "string", "optional": False, "field": name} for name in ("version", "connector", "name")),
-        *({"type": "int64", "optional": True, "field": name} for name in _TIMES),
+        {"type": "int64", "optional": False, "field": "ts_ms"},
         {"type": "string", "optional": True, "field": "snapshot"},
         {"type": "string", "optional": False, "field": "db"},
         {"type": "string", "optional": True, "field": "sequence"},
+        *({"type": "int64", "optional": True, "field": name} for name in _TIMES[1:]),
         *({"type": "string", "optional": False, "field": name} for name in ("schema", "table")),
         *({"type": "int64", "optional": True, "field": name} for name in ("txId", "lsn", "xmin")),
         {"type": "array", "items": {"type": "string", "optional": False}, "optional": True, "field": "unchanged"},
     ],
     "optional": False,
     "name": "io.debezium.connector.postgresql.Source",
+    "version": 1,
 }
 
 
 def _field(name: str, kind: Kind, optional: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": kind.type, "optional": optional, "field": name}
+    """A field, its members in the order of Connect's JsonConverter: keys are compared by their bytes."""
+    found: dict[str, Any] = {"type": kind.type}
     if kind.type == "struct":
         found["fields"] = [
             {"type": "int32", "optional": False, "field": "scale"},
             {"type": "bytes", "optional": False, "field": "value"},
         ]
+    found["optional"] = optional
     if kind.name is not None:
         found |= {"name": kind.name, "version": 1}
+    if kind.type == "struct":
+        found["doc"] = "Variable scaled decimal"
     if kind.parameters:
         found["parameters"] = dict(kind.parameters)
-    return found
+    return {**found, "field": name}
 
 
 def times(micros: pa.Array) -> dict[str, pa.Array | str]:

@@ -30,6 +30,9 @@ _TYPE = re.compile(r"^([a-z ]+?)(?:\((\d+)(?:,(-?\d+))?\))?( with(?:out)? time z
 _DATE = re.compile(r"^(\d+)-(\d\d)-(\d\d)(?: (\d\d:\d\d:\d\d(?:\.\d+)?))?( BC)?$")
 _TIME = re.compile(r"^(\d\d):(\d\d):(\d\d)(?:\.(\d{1,6}))?$")
 _EPOCH = "1970-01-01 "
+_ISO = re.compile(r"^([+-]?\d+)-(\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.(\d+))?Z$")
+_LAST_UNSIGNED = 9999
+_FAR = r"( BC|^\d{5,}-.*)$"
 _MILLIS = 3  # digits of the second up to which Debezium counts milliseconds
 
 
@@ -65,9 +68,11 @@ def _kind(name: str, decimals: Decimals) -> Kind:
     base, precision, scale = match[1] + (match[4] or ""), match[2], match[3]
     if base == "numeric" and decimals == "precise":
         return _VARIABLE if precision is None else _decimal(int(precision), int(scale or 0))
+    digits = 6 if precision is None else int(precision)
     if base in ("timestamp without time zone", "time without time zone"):
-        digits = 6 if precision is None else int(precision)
         return _TIMES[base, digits <= _MILLIS]
+    if base == "timestamp with time zone":
+        return Kind("string", "io.debezium.time.ZonedTimestamp", _zoned(digits), _zoned_text)
     return _KINDS.get(base, _STRING)
 
 
@@ -274,14 +279,39 @@ def _civil(days: int) -> tuple[str, str]:
     return f"{year if year > 0 else 1 - year:04}-{month:02}-{day:02}", "" if year > 0 else " BC"
 
 
-def _zoned(texts: pa.Array) -> pa.Array:
-    """As ISO 8601 has them, in UTC."""
-    iso = pc.replace_substring(texts, " ", "T", max_replacements=1)
-    return quoted(pc.replace_substring(iso, "+00", "Z", max_replacements=1))
+def _zoned(digits: int) -> Callable[[pa.Array], pa.Array]:
+    """As ISO 8601 has them, in UTC, with all digits of the second that the type has."""
+
+    def encode(texts: pa.Array) -> pa.Array:
+        if pc.any(pc.match_substring_regex(texts, _FAR)).as_py():
+            texts = pa.array([None if text is None else _iso_year(text) for text in texts.to_pylist()], TEXT)
+        iso = pc.replace_substring(texts, " ", "T", max_replacements=1)
+        if digits:
+            iso = pc.replace_substring_regex(iso, r":(\d\d)\+00$", r":\1.+00")
+            iso = pc.replace_substring_regex(iso, r"\.(\d*)\+00$", rf".\1{'0' * digits}+00")
+            iso = pc.replace_substring_regex(iso, rf"\.(\d{{{digits}}})0*\+00$", r".\1+00")
+        return quoted(pc.replace_substring_regex(iso, r"\+00$", "Z"))
+
+    return encode
+
+
+def _iso_year(text: str) -> str:
+    """A timestamp whose year is one of ISO 8601: before the year 1 comes 0, and more than four digits have a sign."""
+    year, hyphen, rest = text.removesuffix(" BC").partition("-")
+    if not hyphen or not year:
+        return text
+    number = 1 - int(year) if text.endswith(" BC") else int(year)
+    sign = "-" if number < 0 else "+" if number > _LAST_UNSIGNED else ""
+    return f"{sign}{abs(number):04}-{rest}"
 
 
 def _zoned_text(value: Any) -> str:
-    return str(value).replace("T", " ", 1).replace("Z", "+00", 1)
+    match = _ISO.fullmatch(str(value))
+    if match is None:
+        return str(value)
+    year, day, clock, fraction = int(match[1]), match[2], match[3], (match[4] or "").rstrip("0")
+    date = f"{year if year > 0 else 1 - year:04}-{day}"
+    return f"{date} {clock}{'.' * bool(fraction)}{fraction}+00{'' if year > 0 else ' BC'}"
 
 
 _STRING = Kind("string", None, quoted, str)
@@ -306,7 +336,6 @@ _KINDS = {
     "double precision": Kind("double", None, _floats, str),
     "bytea": Kind("bytes", None, _base64, _hex),
     "date": Kind("int32", "io.debezium.time.Date", _dates, _date),
-    "timestamp with time zone": Kind("string", "io.debezium.time.ZonedTimestamp", _zoned, _zoned_text),
     "json": Kind("string", "io.debezium.data.Json", quoted, str),
     "jsonb": Kind("string", "io.debezium.data.Json", quoted, str),
     "uuid": Kind("string", "io.debezium.data.Uuid", quoted, str),

@@ -1,0 +1,1 @@
+"""What programs of others have written, beside what made them write it."""

@@ -1,0 +1,130 @@
+"""What Debezium writes of a table's changes: ``python -m tests.recorded.debezium`` records it, by ``java`` and ``mvn``.
+
+Its own connector for Postgres reads them from a server of this program's, and Kafka Connect's own JsonConverter writes
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from tests.pipelines import execute, query_rows
+
+VERSION = "3.2.0.Final"
+DECIMALS = ("string", "precise")
+TABLE = (
+    """
+    CREATE TABLE public.t (id bigint, at timestamptz, "odd name" text, price numeric(12, 3), u uuid, data bytea,
+        flag boolean, small smallint, n numeric, r real, f double precision, day date, local timestamp,
+        local3 timestamp(3), clock time, clock3 time(3), at0 timestamptz(0), at3 timestamptz(3), doc jsonb,
+        txt varchar(20), PRIMARY KEY (id, at, "odd name", price, u, data))
+    """,
+    "ALTER TABLE public.t REPLICA IDENTITY FULL",
+)
+CHANGES = (
+    r"""
+    INSERT INTO public.t VALUES (1, '2024-03-31 01:30:00.123456+02', E'tab\t"q" \\ / ü \u2028 \x01 <é>', -1.28,
+        '00000000-0000-0000-0000-000000000001', '\x00ff', true, -3, 12345678901234567890.5, 0.1, 1e300, '2024-02-29',
+        '2024-01-01 00:00:00.25', '2024-01-01 00:00:00.25', '12:30:00.5', '12:30:00.5', '2024-01-01 00:00:00.5+00',
+        '2024-01-01 00:00:00.5+00', '{"a": [1, null]}', 'v')
+    """,
+    "UPDATE public.t SET small = 4, r = 1e20, f = 'NaN', n = -1.28, day = '1969-12-31' WHERE id = 1",
+    "UPDATE public.t SET id = 2 WHERE id = 1",
+    """
+    INSERT INTO public.t (id, at, "odd name", price, u, data)
+    VALUES (3, '2024-01-01 00:00:00.5+00', '', 0, 'a0000000-0000-0000-0000-000000000001', '')
+    """,
+    """
+    UPDATE public.t SET at = '2024-01-01 00:00+00', at0 = '0044-03-15 12:00+00 BC', at3 = '12000-01-01 00:00:00.5+00'
+    WHERE id = 3
+    """,
+    "DELETE FROM public.t WHERE id = 2",
+)
+MESSAGES = 11  # a change of key is two and a tombstone, a delete one and a tombstone
+
+_HERE = Path(__file__).parent
+_SECONDS = 120.0
+_POM = f"""
+<project>
+  <modelVersion>4.0.0</modelVersion>
+  <groupId>tests</groupId><artifactId>recorded</artifactId><version>1</version>
+  <dependencies>
+    <dependency><groupId>io.debezium</groupId><artifactId>debezium-embedded</artifactId><version>{VERSION}</version></dependency>
+    <dependency>
+      <groupId>io.debezium</groupId><artifactId>debezium-connector-postgres</artifactId><version>{VERSION}</version>
+    </dependency>
+  </dependencies>
+</project>
+"""
+
+
+class Recorded(NamedTuple):
+    """Messages in their order.
+
+    :ivar schema: Kafka Connect's, of the values.
+    :ivar messages: keys as they are, and what values hold beside their schema; none for a tombstone.
+    """
+
+    schema: dict[str, Any]
+    messages: list[tuple[str, dict[str, Any] | None]]
+
+
+def recorded(decimals: str) -> Recorded:
+    """What has been recorded.
+
+    :param decimals: Debezium's ``decimal.handling.mode``.
+    """
+    found = json.loads(_file(decimals).read_text(encoding="utf-8"))
+    return Recorded(found["schema"], [(key, value) for key, value in found["messages"]])
+
+
+def _file(decimals: str) -> Path:
+    return _HERE / f"debezium-{decimals}.json"
+
+
+def _record(decimals: str, server: PostgresServer, jars: Path) -> None:
+    database = f"recorded_{decimals}"
+    execute(server.dsn(), f"CREATE DATABASE {database} TEMPLATE template0 ENCODING 'UTF8'")
+    execute(server.dsn(database), *TABLE)
+    arguments = [str(server.port), database, decimals, str(MESSAGES)]
+    command = ["java", "-Dfile.encoding=UTF-8", "-cp", f"{jars}/*", str(_HERE / "Debezium.java"), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as java:
+        active = "SELECT active FROM pg_replication_slots"
+        assert await_condition(lambda: query_rows(server.dsn(), active) == [(True,)], _SECONDS), "no slot is read"
+        execute(server.dsn(database), *CHANGES)
+        out, _ = java.communicate(timeout=_SECONDS)
+    assert java.returncode == 0
+    assert await_condition(lambda: query_rows(server.dsn(), active) == [(False,)], _SECONDS), "the slot is still read"
+    query_rows(server.dsn(), "SELECT pg_drop_replication_slot('recorder')")
+    _write(decimals, [line.split("\t") for line in out.strip("\n").split("\n")])
+
+
+def _write(decimals: str, messages: Sequence[Sequence[str]]) -> None:
+    values = [json.loads(value) for _, value in messages]
+    schemas = [value["schema"] for value in values if value is not None]
+    assert all(schema == schemas[0] for schema in schemas)
+    told = [[key, value and value["payload"]] for (key, _), value in zip(messages, values, strict=True)]
+    made = {"debezium": VERSION, "schema": schemas[0], "messages": told}
+    _file(decimals).write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Record all."""
+    with tempfile.TemporaryDirectory(prefix="cdc-recorded-") as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        (directory / "pom.xml").write_text(_POM)
+        subprocess.run(["mvn", "-q", "-B", "dependency:copy-dependencies"], cwd=directory, check=True)
+        with PostgresServer.create(directory / "source") as server:
+            for decimals in DECIMALS:
+                _record(decimals, server, directory / "target" / "dependency")
+
+
+if __name__ == "__main__":
+    main()
