@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fastavro
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.engine.sinks.kafka.avro import avro_schema
+from airflow_cdc_provider.engine.sinks.kafka.debezium import Shape
 from tests.conftest import Databases
 from tests.kafka_sink import clear, consumed
 from tests.recorded.debezium import CHANGES, DECIMALS, TABLE, recorded
@@ -38,13 +41,37 @@ def test_messages_are_those_of_debezium(pipeline: KafkaPipeline) -> None:
     pipeline.source(*CHANGES)
     pipeline.apply()
     pipeline.assert_verified()
-    schema, expected = recorded(pipeline.document["sink"]["decimals"])
+    schema, _, _, expected = recorded(pipeline.document["sink"]["decimals"])
     found = consumed(pipeline.cluster, pipeline.topic())
     assert [(message.key or b"").decode() for message in found] == [key for key, _ in expected]
 
     values = [None if message.value is None else json.loads(message.value) for message in found]
     assert [told(value and value["payload"]) for value in values] == [told(payload) for _, payload in expected]
     assert all(without(value["schema"], *SPECIAL) == without(schema, *SPECIAL) for value in values if value)
+
+
+def test_schemas_in_avro_are_those_of_its_converter(pipeline: KafkaPipeline) -> None:
+    """A registry gives a key's schema its number by all of its text, and the number stands in the key."""
+    pipeline.source(*TABLE)
+    pipeline.provision()
+    (target,) = pipeline.record.targets
+    decimals = pipeline.document["sink"]["decimals"]
+    shape, expected = Shape(target, decimals), recorded(decimals)
+    assert compact(avro_schema(shape.key_schema(pipeline.topic()))) == expected.avro_key
+    values = [avro_schema(shape.value_schema(pipeline.topic())), json.loads(expected.avro_value)]
+    ours, theirs = (usual(fastavro.parse_schema(value, _write_hint=False)) for value in values)
+    assert compact(ours) == compact(theirs)
+
+
+def compact(schema: Any) -> str:
+    return json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
+
+
+def usual(schema: Any) -> Any:
+    """An Avro schema without special fields."""
+    if isinstance(schema, list):
+        return [usual(each) for each in schema if not isinstance(each, dict) or each.get("name") not in SPECIAL]
+    return {name: usual(each) for name, each in schema.items()} if isinstance(schema, dict) else schema
 
 
 def told(payload: dict[str, Any] | None) -> dict[str, Any] | None:

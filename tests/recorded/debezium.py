@@ -1,7 +1,7 @@
 """What Debezium writes of a table's changes: ``python -m tests.recorded.debezium`` records it, by ``java`` and ``mvn``.
 
 Its own connector for Postgres reads them from a server of this program's, and Kafka Connect's own JsonConverter writes
-them.
+them. Their schemas in Avro are those of Apicurio's copy of Confluent's ``AvroData``, which is in Maven Central.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from tests.pipelines import execute, query_rows
 
 VERSION = "3.2.0.Final"
+AVRO_DATA = "io.apicurio:apicurio-registry-utils-converter:3.0.9"
 DECIMALS = ("string", "precise")
 TABLE = (
     """
@@ -29,10 +30,10 @@ TABLE = (
 )
 CHANGES = (
     r"""
-    INSERT INTO public.t VALUES (1, '2024-03-31 01:30:00.123456+02', E'tab\t"q" \\ / ü \u2028 \x01 <é>', -1.28,
-        '00000000-0000-0000-0000-000000000001', '\x00ff', true, -3, 12345678901234567890.5, 0.1, 1e300, '2024-02-29',
-        '2024-01-01 00:00:00.25', '2024-01-01 00:00:00.25', '12:30:00.5', '12:30:00.5', '2024-01-01 00:00:00.5+00',
-        '2024-01-01 00:00:00.5+00', '{"a": [1, null]}', 'v')
+    INSERT INTO public.t VALUES (1, '2024-03-31 01:30:00.123456+02', E'tab\t"q" \\ / ü \u2028 \x01 \x1b <é> \U0001f600',
+        -1.28, '00000000-0000-0000-0000-000000000001', '\x00ff', true, -3, 12345678901234567890.5, 0.1, 1e300,
+        '2024-02-29', '2024-01-01 00:00:00.25', '2024-01-01 00:00:00.25', '12:30:00.5', '12:30:00.5',
+        '2024-01-01 00:00:00.5+00', '2024-01-01 00:00:00.5+00', '{"a": [1, null]}', 'v')
     """,
     "UPDATE public.t SET small = 4, r = 1e20, f = 'NaN', n = -1.28, day = '1969-12-31' WHERE id = 1",
     "UPDATE public.t SET id = 2 WHERE id = 1",
@@ -59,6 +60,7 @@ _POM = f"""
     <dependency>
       <groupId>io.debezium</groupId><artifactId>debezium-connector-postgres</artifactId><version>{VERSION}</version>
     </dependency>
+    <dependency><groupId>org.apache.avro</groupId><artifactId>avro</artifactId><version>1.12.0</version></dependency>
   </dependencies>
 </project>
 """
@@ -68,10 +70,13 @@ class Recorded(NamedTuple):
     """Messages in their order.
 
     :ivar schema: Kafka Connect's, of the values.
+    :ivar avro_key, avro_value: in Avro, of keys and values.
     :ivar messages: keys as they are, and what values hold beside their schema; none for a tombstone.
     """
 
     schema: dict[str, Any]
+    avro_key: str
+    avro_value: str
     messages: list[tuple[str, dict[str, Any] | None]]
 
 
@@ -81,7 +86,7 @@ def recorded(decimals: str) -> Recorded:
     :param decimals: Debezium's ``decimal.handling.mode``.
     """
     found = json.loads(_file(decimals).read_text(encoding="utf-8"))
-    return Recorded(found["schema"], [(key, value) for key, value in found["messages"]])
+    return Recorded(found["schema"], *found["avro"], [(key, value) for key, value in found["messages"]])
 
 
 def _file(decimals: str) -> Path:
@@ -102,15 +107,24 @@ def _record(decimals: str, server: PostgresServer, jars: Path) -> None:
     assert java.returncode == 0
     assert await_condition(lambda: query_rows(server.dsn(), active) == [(False,)], _SECONDS), "the slot is still read"
     query_rows(server.dsn(), "SELECT pg_drop_replication_slot('recorder')")
-    _write(decimals, [line.split("\t") for line in out.strip("\n").split("\n")])
+    messages = [line.split("\t") for line in out.strip("\n").split("\n")]
+    _write(decimals, messages, _in_avro(messages[0], jars))
 
 
-def _write(decimals: str, messages: Sequence[Sequence[str]]) -> None:
+def _in_avro(messages: Sequence[str], jars: Path) -> Sequence[str]:
+    command = ["java", "-Dfile.encoding=UTF-8", "-cp", f"{jars}/*", str(_HERE / "Avro.java")]
+    # As Debezium's field.name.adjustment.mode has it for this converter.
+    lines = "".join(f"{message}\n" for message in messages).replace("odd name", "odd_name")
+    done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    return done.stdout.splitlines()
+
+
+def _write(decimals: str, messages: Sequence[Sequence[str]], avro: Sequence[str]) -> None:
     values = [json.loads(value) for _, value in messages]
     schemas = [value["schema"] for value in values if value is not None]
     assert all(schema == schemas[0] for schema in schemas)
     told = [[key, value and value["payload"]] for (key, _), value in zip(messages, values, strict=True)]
-    made = {"debezium": VERSION, "schema": schemas[0], "messages": told}
+    made = {"debezium": VERSION, "schema": schemas[0], "avro": avro, "messages": told}
     _file(decimals).write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -121,6 +135,8 @@ def main() -> None:
         directory.chmod(0o755)
         (directory / "pom.xml").write_text(_POM)
         subprocess.run(["mvn", "-q", "-B", "dependency:copy-dependencies"], cwd=directory, check=True)
+        copy = ["dependency:copy", f"-Dartifact={AVRO_DATA}", "-DoutputDirectory=target/dependency"]
+        subprocess.run(["mvn", "-q", "-B", *copy], cwd=directory, check=True)
         with PostgresServer.create(directory / "source") as server:
             for decimals in DECIMALS:
                 _record(decimals, server, directory / "target" / "dependency")

@@ -50,6 +50,7 @@ _LOOK_SECONDS = 0.05
 _BUFFER_KIB = 16 << 10
 _FETCH_WAIT_MS = 10  # a long poll at a topic's end would only delay the word that it is the end
 _MESSAGES = 10_000
+_SHOWN = 3
 
 _UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 _FORBIDDEN = (
@@ -159,7 +160,7 @@ class Cluster:
             there = {name: found for name, found in answers.items() if found is not None}
             return {name: Topic(name, str(found.topic_id), len(found.partitions)) for name, found in there.items()}
 
-        found: dict[str, Topic] = self._ask(f"{_named(names)} cannot be described", ask) if names else {}
+        found: dict[str, Topic] = self._ask(f"{named(names)} cannot be described", ask) if names else {}
         return found
 
     def create(self, names: Collection[str], partitions: int, replicas: int, config: Mapping[str, str]) -> None:
@@ -181,7 +182,7 @@ class Cluster:
             for each in admin.create_topics(topics, request_timeout=REQUEST_SECONDS).values():
                 _unless((KafkaError.TOPIC_ALREADY_EXISTS,), each)
 
-        self._ask(f"{_named([topic.topic for topic in topics])} cannot be made", ask)
+        self._ask(f"{named([topic.topic for topic in topics])} cannot be made", ask)
         time.sleep(_LOOK_SECONDS)
 
     def remove(self, name: str) -> None:
@@ -236,7 +237,7 @@ class Cluster:
         options = {"isolation_level": isolation, "request_timeout": REQUEST_SECONDS}
         if not wanted:
             return found
-        what = f"offsets of {_named({topic for topic, _ in places})} cannot be had"
+        what = f"offsets of {named({topic for topic, _ in places})} cannot be had"
         answers = self._ask(what, lambda admin: _all(admin.list_offsets(wanted, **options)))
         for place, answer in answers.items():
             found[place.topic][place.partition] = answer.offset
@@ -252,7 +253,7 @@ class Cluster:
         if not topics:
             return {}
         resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
-        return self._settings(f"settings of {_named(topics)} cannot be had", resources)
+        return self._settings(f"settings of {named(topics)} cannot be had", resources)
 
     def _settings(self, what: str, resources: list[ConfigResource]) -> dict[str, dict[str, str]]:
         told = self._ask(what, lambda admin: _all(admin.describe_configs(resources, request_timeout=REQUEST_SECONDS)))
@@ -439,10 +440,11 @@ _admins: dict[tuple[int, Cluster], _Admin] = {}
 _consumers: defaultdict[tuple[int, Cluster, bool], list[_Kept]] = defaultdict(list)
 
 
-def _named(topics: Collection[str]) -> str:
+def named(topics: Collection[str]) -> str:
     """Topics in a message; a pipeline may have very many."""
-    first, *others = sorted(topics)
-    return f"topic {first}" + (f" and {len(others)} others" if others else "")
+    more = len(topics) - _SHOWN
+    shown = f"topic{'s' * (len(topics) > 1)} {', '.join(sorted(topics)[:_SHOWN])}"
+    return shown + (f" and {more} more" if more > 0 else "")
 
 
 def _unless(codes: Sequence[int], asked: Any) -> Any:

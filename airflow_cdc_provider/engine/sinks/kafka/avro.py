@@ -147,7 +147,7 @@ class AvroFormat:
         for name, schema in (("key", shape.key_schema(topic)), ("value", shape.value_schema(topic))):
             column = made.column(name)
             if column.null_count < len(column):
-                number = self.registry.id_of(f"{topic}-{name}", json.dumps(avro_schema(schema)))
+                number = self.registry.id_of(f"{topic}-{name}", json.dumps(avro_schema(schema), separators=(",", ":")))
                 parsed = self.registry.schema(number)
                 values = [None if v is None else _write(number, parsed, schema, v) for v in column.to_pylist()]
                 written.append(pa.array(values, pa.large_binary()))
@@ -192,24 +192,28 @@ def avro_schema(schema: ConnectSchema, known: set[str] | None = None) -> Any:
             known.add(full)
             namespace, _, last = full.rpartition(".")
             fields = [_avro_field(each, known) for each in schema["fields"]]
-            made = {"type": "record", "name": last, "namespace": namespace, "fields": fields, "connect.name": name}
-            if "version" in schema:
-                made["connect.version"] = schema["version"]
+            made = {"type": "record", "name": last, "namespace": namespace, "fields": fields, **_connect(schema)}
     elif kind == "array":
         made = {"type": "array", "items": avro_schema(schema["items"], known)}
     else:
         made = {"type": _TYPES.get(kind, kind)}
+        parameters = schema.get("parameters")
+        if parameters:
+            made |= {"scale": int(parameters["scale"]), "precision": int(parameters["connect.decimal.precision"])}
+        made |= _connect(schema)
         if kind == "int16":
             made["connect.type"] = kind
-        if name is not None:
-            made |= {"connect.name": name, "connect.version": schema.get("version", 1)}
-        if parameters := schema.get("parameters"):
-            made["connect.parameters"] = parameters
-            made |= {"logicalType": "decimal", "scale": int(parameters["scale"])}
-            made["precision"] = int(parameters["connect.decimal.precision"])
+        if parameters:
+            made["logicalType"] = "decimal"
         if len(made) == 1:
             made = made["type"]
     return ["null", made] if schema.get("optional") else made
+
+
+def _connect(schema: ConnectSchema) -> dict[str, Any]:
+    """What Avro has no place for, in the order of ``AvroConverter``: by it a registry tells schemas apart."""
+    names = ("doc", "version", "parameters", "name")
+    return {f"connect.{name}": schema[name] for name in names if name in schema}
 
 
 def avro_name(name: str) -> str:

@@ -29,7 +29,7 @@ from airflow_cdc_provider.engine.sinks.kafka.format import (
     messages,
     not_ours,
 )
-from airflow_cdc_provider.engine.sinks.kafka.json_texts import NULL, TEXT, joined, objects, optional
+from airflow_cdc_provider.engine.sinks.kafka.json_texts import NULL, TEXT, joined, objects, optional, string
 from airflow_cdc_provider.engine.sinks.kafka.kinds import Decimals, Kind, kind_of
 
 UNAVAILABLE = "__debezium_unavailable_value"
@@ -93,15 +93,15 @@ class DebeziumFormat:
     def _source(self, target: Target, found: Mapping[str, pa.Array]) -> pa.Array:
         """What each message says of where it comes from."""
         told = {"version": __version__, "connector": "postgresql", "name": self.pipeline}
-        members: dict[str, pa.Array | str] = {name: json.dumps(value) for name, value in told.items()}
+        members: dict[str, pa.Array | str] = {name: string(value) for name, value in told.items()}
         numbers = joined('[\\"', found["commit_lsn"].cast(TEXT), '\\",\\"', found["seq"].cast(TEXT), '\\"]')
         members |= {
             **times(found["commit_ts"]),
             "snapshot": pc.if_else(pc.equal(found[OP], "r"), pa.scalar('"true"', TEXT), pa.scalar('"false"', TEXT)),
-            "db": json.dumps(self.database),
+            "db": string(self.database),
             "sequence": joined('"', numbers, '"'),
-            "schema": json.dumps(target.table.schema, ensure_ascii=False),
-            "table": json.dumps(target.table.name, ensure_ascii=False),
+            "schema": string(target.table.schema),
+            "table": string(target.table.name),
             "txId": found["xid"],
             "lsn": found["commit_lsn"],
             "xmin": NULL,
@@ -268,7 +268,8 @@ def times(micros: pa.Array) -> dict[str, pa.Array | str]:
 
 
 def _with_schema(schema: Mapping[str, Any], payloads: pa.Array) -> pa.Array:
-    return joined(f'{{"schema":{json.dumps(schema, separators=(",", ":"))},"payload":', payloads, "}")
+    told = json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
+    return joined(f'{{"schema":{told},"payload":', payloads, "}")
 
 
 def with_tombstones(made: pa.Table, op: pa.Array) -> pa.Table:

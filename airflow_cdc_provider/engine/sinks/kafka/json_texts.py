@@ -1,8 +1,11 @@
-"""JSON as arrays of texts, built column by column."""
+"""JSON as arrays of texts, built column by column.
+
+Strings are spelled as Jackson spells them, by which Kafka Connect writes messages: keys are compared by their bytes.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
@@ -11,21 +14,36 @@ import pyarrow.compute as pc
 TEXT = pa.large_string()
 NULL = "null"
 
-_CONTROL = r"[\x00-\x1f]"
+_RARE = r"[\x00-\x1f\x{10000}-\x{10ffff}]"
+_BEYOND = re.compile("[\U00010000-\U0010ffff]")
+_SPELLED = str.maketrans(
+    {n: f"\\u{n:04X}" for n in range(0x20)}
+    | {ord(char): f"\\{letter}" for char, letter in zip('\b\t\n\f\r"\\', 'btnfr"\\', strict=True)}
+)
 
 
 def quoted(texts: pa.Array) -> pa.Array:
     """Texts as JSON strings; null stays null."""
     texts = texts.cast(TEXT)
-    control = pc.fill_null(pc.match_substring_regex(texts, _CONTROL), False)
+    rare = pc.fill_null(pc.match_substring_regex(texts, _RARE), False)
     escaped = texts
     for special in ("\\", '"'):
         escaped = pc.replace_substring(escaped, special, f"\\{special}")
     strings = joined('"', escaped, '"')
-    if not pc.any(control).as_py():
+    if not pc.any(rare).as_py():
         return strings
-    spelled = [json.dumps(text, ensure_ascii=False) for text in texts.filter(control).to_pylist()]
-    return pc.replace_with_mask(strings, control, pa.array(spelled, TEXT))
+    spelled = [string(text) for text in texts.filter(rare).to_pylist()]
+    return pc.replace_with_mask(strings, rare, pa.array(spelled, TEXT))
+
+
+def string(text: str) -> str:
+    """A text as a JSON string."""
+    return f'"{_BEYOND.sub(_surrogates, text.translate(_SPELLED))}"'
+
+
+def _surrogates(match: re.Match[str]) -> str:
+    pair = match[0].encode("utf-16-be").hex().upper()
+    return f"\\u{pair[:4]}\\u{pair[4:]}"
 
 
 def objects(members: Mapping[str, pa.Array | str], further: Sequence[pa.Array] = ()) -> pa.Array:
@@ -36,14 +54,14 @@ def objects(members: Mapping[str, pa.Array | str], further: Sequence[pa.Array] =
     """
     parts: list[pa.Array | str] = []
     for n, (name, values) in enumerate(members.items()):
-        parts.append(f"{',' if n else '{'}{json.dumps(name, ensure_ascii=False)}:")
+        parts.append(f"{',' if n else '{'}{string(name)}:")
         parts.append(values if isinstance(values, str) else pc.fill_null(values.cast(TEXT), NULL))
     return joined(*parts, *further, "}")
 
 
 def optional(name: str, values: pa.Array) -> pa.Array:
     """A member that is left out where it is null, for the end of :func:`objects`."""
-    member = joined(f",{json.dumps(name, ensure_ascii=False)}:", values.cast(TEXT))
+    member = joined(f",{string(name)}:", values.cast(TEXT))
     return pc.fill_null(member, "")
 
 

@@ -92,7 +92,7 @@ class Staging:
         return f"{PREFIX}{self.pipeline}{SUFFIX}"
 
     @property
-    def _unwritten(self) -> str:
+    def _not_staged(self) -> str:
         return f"rows cannot be staged in topic {self.topic}"
 
     def create(self, replicas: int) -> None:
@@ -132,17 +132,17 @@ class Staging:
         while any(offset is None for offset in offsets) and not errors and time.monotonic() < deadline:
             producer.poll(0.01)
         if errors:
-            raise self.cluster.failure(errors[0], self._unwritten)
+            raise self.cluster.failure(errors[0], self._not_staged)
         if None in offsets:
             late = KafkaError(KafkaError._MSG_TIMED_OUT)
-            raise self.cluster.failure(late, self._unwritten)
+            raise self.cluster.failure(late, self._not_staged)
         return Blob(partition, tuple(o for o in offsets if o is not None), len(view), zlib.crc32(view))
 
     def _produce(self, producer: Producer, partition: int, key: bytes, value: bytes, delivered: Any) -> None:
         deadline = time.monotonic() + _FLUSH_SECONDS
         while True:
             try:
-                with self.cluster.failing(self._unwritten):
+                with self.cluster.failing(self._not_staged):
                     producer.produce(self.topic, value, key, partition, on_delivery=delivered)
             except BufferError:
                 if time.monotonic() > deadline:

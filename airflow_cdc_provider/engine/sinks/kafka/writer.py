@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from airflow_cdc_provider.engine.errors import LimitExceeded, StreamFailed
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.cluster import Cluster, named
 from airflow_cdc_provider.engine.sinks.kafka.journal import Journal, Written
 
 _QUEUE_MESSAGES, _QUEUE_KIB = 200_000, 64 << 10
@@ -120,15 +120,17 @@ class Writer:
         :raises Unsure: when the brokers did not say in time how it has ended.
         :raises CdcError: when the transaction was ended, as it cannot be committed.
         """
-        client = _clients[os.getpid(), self]
+        client, topics = _clients[os.getpid(), self], set[str]()
         producer = client.producer
         begun, ending = time.monotonic(), False
         try:
             producer.begin_transaction()
             for batch in data:
+                topics.add(batch.topic)
                 produce(producer, batch, self.cluster)
             self._flush(client)
             failpoint("in-transaction")
+            topics.add(journal.topic)
             for key, value in change:
                 producer.produce(journal.topic, value, key, 0, headers=[("what", what.encode())])
             failpoint("before-transaction-end")
@@ -143,7 +145,8 @@ class Writer:
                 raise Unsure(error.str()) from e
             _abort(producer)
             first = client.failures[0] if client.failures else error
-            raise self.cluster.failure(first, f"a transaction under {self.id} cannot be committed") from e
+            what = f"a transaction under {self.id}, with {named(topics)}, cannot be committed"
+            raise self.cluster.failure(first, what) from e
         except SystemError as e:  # what the client makes of an error that it had met before
             self.leave()
             raise Overtaken(str(e), time.monotonic() - begun) from e
