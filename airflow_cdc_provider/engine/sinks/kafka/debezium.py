@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -27,9 +28,18 @@ from airflow_cdc_provider.engine.sinks.kafka.format import (
     arrays,
     decoded,
     messages,
+    names,
     not_ours,
 )
-from airflow_cdc_provider.engine.sinks.kafka.json_texts import NULL, TEXT, joined, objects, optional, string
+from airflow_cdc_provider.engine.sinks.kafka.json_texts import (
+    NULL,
+    TEXT,
+    each_by_text,
+    joined,
+    objects,
+    optional,
+    string,
+)
 from airflow_cdc_provider.engine.sinks.kafka.kinds import Decimals, Kind, kind_of
 
 UNAVAILABLE = "__debezium_unavailable_value"
@@ -106,7 +116,7 @@ class DebeziumFormat:
             "lsn": found["commit_lsn"],
             "xmin": NULL,
         }
-        return objects(members, [optional("unchanged", _names(found[UNCHANGED]))] if UNCHANGED in found else [])
+        return objects(members, [optional("unchanged", names(found[UNCHANGED]))] if UNCHANGED in found else [])
 
 
 @dataclass(frozen=True)
@@ -138,31 +148,23 @@ class Shape:
         """
         op = found[OP]
         after = objects({name: self._column(found, i, name, kind) for i, (name, kind) in enumerate(self.kinds.items())})
-        before = pa.nulls(len(op), TEXT)
+        before: pa.Array | str = NULL
         if OLD_KIND in found:
             old = {name: kind.encode(found[f"b{i}"]) for i, (name, kind) in enumerate(self.kinds.items())}
-            before = pc.if_else(pc.is_valid(found[OLD_KIND]), objects(old), before)
+            before = pc.if_else(pc.is_valid(found[OLD_KIND]), objects(old), pa.scalar(None, TEXT))
         gone = pc.or_(pc.equal(op, "d"), pc.equal(op, "t"))
-        letters = pa.array([OPS[letter] for letter in op.to_pylist()], TEXT)
-        return objects(
-            {
-                "before": before,
-                "after": pc.if_else(gone, pa.scalar(None, TEXT), after),
-                "source": source,
-                "transaction": NULL,
-                "op": joined('"', letters, '"'),
-                **now,
-            }
-        )
+        if pc.any(gone).as_py():
+            after = pc.if_else(gone, pa.scalar(None, TEXT), after)
+        letters = each_by_text(op, lambda letter: string(OPS[letter]))
+        return objects({"before": before, "after": after, "source": source, "transaction": NULL, "op": letters, **now})
 
     def _column(self, found: Mapping[str, pa.Array], i: int, name: str, kind: Kind) -> pa.Array:
         values = kind.encode(found[f"c{i}"])
         placeholder = _PLACEHOLDERS.get(kind.type) if kind.name != "org.apache.kafka.connect.data.Decimal" else None
         if UNCHANGED not in found or placeholder is None:
             return values
-        texts = found[UNCHANGED].to_pylist()
-        unsent = [text is not None and name in array_elements(text) for text in texts]
-        return pc.if_else(pa.array(unsent, pa.bool_()), pa.scalar(placeholder, TEXT), values)
+        unsent = each_by_text(found[UNCHANGED], lambda text: placeholder if name in array_elements(text) else None)
+        return pc.if_else(pc.is_valid(unsent), unsent, values)
 
     def event(self, envelope: Mapping[str, Any]) -> dict[str, Any]:
         """What an envelope tells, as texts; see :meth:`.Format.decode`.
@@ -276,22 +278,15 @@ def with_tombstones(made: pa.Table, op: pa.Array) -> pa.Table:
     """Messages with one without a value behind each delete."""
     if not pc.any(pc.equal(op, "d")).as_py():
         return made
-    places, dead = [], []
-    for n, letter in enumerate(op.to_pylist()):
-        places += [n, n] if letter == "d" else [n]
-        dead += [False, True] if letter == "d" else [False]
-    taken = made.take(pa.array(places)).combine_chunks()
-    values = taken.column("value").combine_chunks()
-    none = pa.scalar(None, values.type)
-    columns = [taken.column("key").combine_chunks(), pc.if_else(pa.array(dead), none, values)]
-    return pa.Table.from_arrays([*columns, taken.column("everywhere").combine_chunks()], schema=MESSAGES)
+    deleted = pc.equal(op, "d").to_numpy(zero_copy_only=False)
+    places = np.repeat(np.arange(len(deleted)), deleted + 1)
+    dead = np.append(False, places[1:] == places[:-1])
+    alive = pa.array(places, mask=dead)
+    found = arrays(made)
+    keys, everywhere = (found[name].take(pa.array(places)) for name in ("key", "everywhere"))
+    return pa.Table.from_arrays([keys, found["value"].take(alive), everywhere], schema=MESSAGES)
 
 
 def _now() -> dict[str, str]:
     micros = int(time.time() * 1_000_000)
     return {"ts_ms": str(micros // 1000), "ts_us": str(micros), "ts_ns": str(micros * 1000)}
-
-
-def _names(texts: pa.Array) -> pa.Array:
-    found = [None if t is None else json.dumps(array_elements(t), ensure_ascii=False) for t in texts.to_pylist()]
-    return pa.array(found, TEXT)

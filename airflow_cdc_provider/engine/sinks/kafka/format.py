@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.effects import OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.errors import TargetConflict
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.kafka.json_texts import TEXT, joined, objects, optional, quoted
+from airflow_cdc_provider.engine.sinks.kafka.json_texts import TEXT, each_by_text, joined, objects, optional, quoted
 from airflow_cdc_provider.engine.sinks.lake.values import arrow_type
 
 MESSAGES = pa.schema({"key": pa.large_binary(), "value": pa.large_binary(), "everywhere": pa.bool_()})
@@ -79,7 +79,7 @@ class PlainFormat:
             before = pc.if_else(pc.equal(kind, "K"), objects(keys), objects(old))
             further.append(optional("_before", before))
         if UNCHANGED in found:
-            further.append(optional("_unchanged", _names(found[UNCHANGED])))
+            further.append(optional("_unchanged", names(found[UNCHANGED])))
         meta = {"_op": quoted(found[OP]), "_commit_lsn": found["commit_lsn"], "_seq": found["seq"]}
         return messages(keys_of(target, found, rows), objects({**rows, **meta}, further), found[OP])
 
@@ -130,6 +130,11 @@ def json_of(column: Column, texts: pa.Array) -> pa.Array:
     return quoted(texts)
 
 
+def names(texts: pa.Array) -> pa.Array:
+    """Texts of arrays of names as JSON."""
+    return each_by_text(texts, lambda text: json.dumps(array_elements(text), ensure_ascii=False))
+
+
 def decoded(target: Target, events: Iterable[Mapping[str, Any]]) -> pa.RecordBatch:
     """Events, whose values are texts already, as a batch: the target's columns, and :data:`META`."""
     names = [*(column.name for column in target.table.columns), *META]
@@ -177,10 +182,3 @@ def _times(micros: pa.Array) -> pa.Array:
     """Times as ISO 8601 has them, with six digits of the second."""
     texts = micros.cast(pa.timestamp("us")).cast(TEXT)
     return quoted(joined(pc.replace_substring(texts, " ", "T"), "Z"))
-
-
-def _names(texts: pa.Array) -> pa.Array:
-    """Texts of arrays of names as JSON; there are few different ones."""
-    encoded = texts.dictionary_encode()
-    spelled = [json.dumps(array_elements(text), ensure_ascii=False) for text in encoded.dictionary.to_pylist()]
-    return pa.array(spelled, TEXT).take(encoded.indices)

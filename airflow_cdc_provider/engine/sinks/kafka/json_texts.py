@@ -6,13 +6,18 @@ Strings are spelled as Jackson spells them, by which Kafka Connect writes messag
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 TEXT = pa.large_string()
 NULL = "null"
+
+_FIRST_PLAIN, _FIRST_BEYOND = 0x20, 0xF0
+"""Octets of UTF-8: of the first character that is no control, and with which those begin that UTF-16 has as two."""
 
 _RARE = r"[\x00-\x1f\x{10000}-\x{10ffff}]"
 _BEYOND = re.compile("[\U00010000-\U0010ffff]")
@@ -25,6 +30,8 @@ _SPELLED = str.maketrans(
 def quoted(texts: pa.Array) -> pa.Array:
     """Texts as JSON strings; null stays null."""
     texts = texts.cast(TEXT)
+    if _is_plain(texts):
+        return joined('"', texts, '"')
     rare = pc.fill_null(pc.match_substring_regex(texts, _RARE), False)
     escaped = texts
     for special in ("\\", '"'):
@@ -34,6 +41,21 @@ def quoted(texts: pa.Array) -> pa.Array:
         return strings
     spelled = [string(text) for text in texts.filter(rare).to_pylist()]
     return pc.replace_with_mask(strings, rare, pa.array(spelled, TEXT))
+
+
+def _is_plain(texts: pa.Array) -> bool:
+    """Whether no text has a character that is spelled otherwise in JSON; all their bytes are looked at as one."""
+    _, offsets, data = texts.buffers()
+    if not len(texts) or data is None or not data.size:
+        return True
+    edges = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    octets = np.frombuffer(data, np.uint8)[edges[0] : edges[-1]]
+    return not octets.size or bool(
+        octets.min() >= _FIRST_PLAIN
+        and octets.max() < _FIRST_BEYOND
+        and not (octets == ord('"')).any()
+        and not (octets == ord("\\")).any()
+    )
 
 
 def string(text: str) -> str:
@@ -67,5 +89,14 @@ def optional(name: str, values: pa.Array) -> pa.Array:
 
 def joined(*parts: pa.Array | str) -> pa.Array:
     """Texts side by side; null where one of them is."""
-    texts = [pa.scalar(part, TEXT) if isinstance(part, str) else part for part in parts]
+    texts: list[pa.Array | pa.Scalar] = []
+    for constant, run in groupby(parts, lambda part: isinstance(part, str)):  # each part is a step for every row
+        side = list(run)
+        texts += [pa.scalar("".join(side), TEXT)] if constant else side
     return pc.binary_join_element_wise(*texts, pa.scalar("", TEXT))
+
+
+def each_by_text(texts: pa.Array, spell: Callable[[str], str | None]) -> pa.Array:
+    """What stands for each text, where few are different; null stays null."""
+    encoded = texts.dictionary_encode()
+    return pa.array([spell(text) for text in encoded.dictionary.to_pylist()], TEXT).take(encoded.indices)

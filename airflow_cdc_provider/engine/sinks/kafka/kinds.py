@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
@@ -33,6 +34,7 @@ _EPOCH = "1970-01-01 "
 _ISO = re.compile(r"^([+-]?\d+)-(\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.(\d+))?Z$")
 _LAST_UNSIGNED = 9999
 _FAR = r"( BC|^\d{5,}-.*)$"
+_UNITS = {0: "s", 3: "ms", 6: "us"}  # of Arrow, by digits of the second
 _MILLIS = 3  # digits of the second up to which Debezium counts milliseconds
 
 
@@ -283,6 +285,9 @@ def _zoned(digits: int) -> Callable[[pa.Array], pa.Array]:
     """As ISO 8601 has them, in UTC, with all digits of the second that the type has."""
 
     def encode(texts: pa.Array) -> pa.Array:
+        if digits in _UNITS:
+            with suppress(pa.ArrowInvalid):  # of infinities, and of years that Arrow does not read
+                return _near(texts, _UNITS[digits])
         if pc.any(pc.match_substring_regex(texts, _FAR)).as_py():
             texts = pa.array([None if text is None else _iso_year(text) for text in texts.to_pylist()], TEXT)
         iso = pc.replace_substring(texts, " ", "T", max_replacements=1)
@@ -293,6 +298,15 @@ def _zoned(digits: int) -> Callable[[pa.Array], pa.Array]:
         return quoted(pc.replace_substring_regex(iso, r"\+00$", "Z"))
 
     return encode
+
+
+def _near(texts: pa.Array, unit: str) -> pa.Array:
+    """Timestamps in UTC as ISO 8601 has them.
+
+    :raises ArrowInvalid: when Arrow does not read one.
+    """
+    spelled = texts.cast(pa.timestamp(unit, "UTC")).cast(pa.timestamp(unit)).cast(TEXT)
+    return joined('"', pc.binary_replace_slice(spelled, 10, 11, "T"), 'Z"')
 
 
 def _iso_year(text: str) -> str:

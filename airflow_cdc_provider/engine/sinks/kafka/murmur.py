@@ -27,9 +27,9 @@ def partitions(keys: pa.Array, count: int) -> NDArray[np.int32]:
     lengths = pc.fill_null(pc.binary_length(keys), -1).to_numpy(zero_copy_only=False)
     for length in np.unique(lengths[lengths >= 0]):
         rows = np.flatnonzero(lengths == length)
-        joined = b"".join(keys.take(pa.array(rows)).to_pylist())
-        content = np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), int(length))
-        result[rows] = (_murmur2(content) & np.uint32(0x7FFFFFFF)) % np.uint32(count)
+        _, _, joined = keys.take(pa.array(rows)).buffers()
+        content = np.frombuffer(joined or b"", dtype=np.uint8, count=len(rows) * int(length))
+        result[rows] = (_murmur2(content.reshape(len(rows), int(length))) & np.uint32(0x7FFFFFFF)) % np.uint32(count)
     return result
 
 
