@@ -29,12 +29,12 @@ import yaml
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.chunks import Chunk, read_query
+from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.reading import plan_read
+from airflow_cdc_provider.engine.reading import plan_chunk_read
 from airflow_cdc_provider.engine.run import Run, existing_record, run_part
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
@@ -344,7 +344,7 @@ class PipelineUnderTest:
                 if indexes and chunk.index not in indexes:
                     continue
                 target = targets[chunk.table]
-                read = plan_read(source, dsn, target.table, read_query(target.table, chunk), origin)
+                read = plan_chunk_read(source, dsn, target.table, chunk, origin)
                 result = copy_chunk(ChunkTask(sink, record.epoch, target, chunk, read))
                 if isinstance(result, CdcError):
                     raise result
@@ -390,8 +390,7 @@ def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> Ch
     record = existing_record(pipeline)
     (target,) = (t for t in record.targets if t.table.label == chunk.table)
     with connected(pipeline.source.dsn) as source:
-        query = read_query(target.table, chunk)
-        read = plan_read(source, pipeline.source.dsn, target.table, query, Origin.of(record.identity))
+        read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, Origin.of(record.identity))
     sink = commands.sink_of(pipeline, "snapshot-0")
     return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read)
 

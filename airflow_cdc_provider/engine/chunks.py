@@ -153,14 +153,26 @@ def read_query(table: Table, chunk: Chunk | None) -> sql.Composable:
 
     :param chunk: ``None`` for the whole table.
     """
-    columns = sql.SQL(", ").join(
-        sql.SQL("{} AS {}").format(text_of(column), sql.Identifier(column.name)) for column in table.columns
-    )
+    names = [sql.Identifier(column.name) for column in table.columns]
+    texts = [sql.SQL("{} AS {}").format(*pair) for pair in zip(map(text_of, table.columns), names, strict=True)]
+    return _chunk_query(table, chunk, texts)
+
+
+def copy_query(table: Table, chunk: Chunk | None) -> sql.Composable:
+    """The SELECT of a chunk's rows for COPY, which calls the output functions of their types itself.
+
+    :param chunk: ``None`` for the whole table.
+    """
+    return _chunk_query(table, chunk, [sql.Identifier(column.name) for column in table.columns])
+
+
+def _chunk_query(table: Table, chunk: Chunk | None, columns: Sequence[sql.Composable]) -> sql.Composable:
     if not table.leaves:  # a partitioned table without partitions: the right columns, no rows
         nothing = sql.SQL("NULL::pg_catalog.text AS {}")
         nulls = sql.SQL(", ").join(nothing.format(sql.Identifier(column.name)) for column in table.columns)
         return sql.SQL("SELECT {} WHERE false").format(nulls)
-    return _leaves_query(table, columns, () if chunk is None else (range_condition(table, chunk),))
+    conditions = () if chunk is None else (range_condition(table, chunk),)
+    return _leaves_query(table, sql.SQL(", ").join(columns), conditions)
 
 
 def text_of(column: Column, qualifier: str | None = None) -> sql.Composable:

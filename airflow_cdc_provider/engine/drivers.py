@@ -24,16 +24,17 @@ _UNKNOWN = frozenset({"3F000", "42703", "42704", "42883", "42P01", "22P02"})
 
 def is_outage(error: BaseException) -> bool:
     """Whether an error of a database driver says that the server, or the way to it, fails, not what was asked of it."""
-    state = _sqlstate(error)
+    state = sqlstate(error)
     return state is None or state.startswith(_OUTAGES)
 
 
 def knows_not(error: BaseException) -> bool:
     """Whether a source does not know, or not any more, what a statement about a captured table names and spells."""
-    return _sqlstate(error) in _UNKNOWN
+    return sqlstate(error) in _UNKNOWN
 
 
-def _sqlstate(error: BaseException) -> str | None:
+def sqlstate(error: BaseException) -> str | None:
+    """The SQLSTATE of an error of a database driver, if it has one."""
     return getattr(error, "pgcode", None) or getattr(error, "sqlstate", None)
 
 
@@ -46,18 +47,23 @@ def exceeds_limit(state: str | None, text: str) -> bool:
     return state == "54000" or "invalid memory alloc request size" in text
 
 
+def is_limit(error: BaseException) -> bool:
+    """Whether an error, of a driver or of the engine, says that a row is too large for a server."""
+    return isinstance(error, LimitExceeded) or exceeds_limit(sqlstate(error), str(error))
+
+
 def driver_failure(error: BaseException, where: str) -> CdcError:
     """An engine error for an error of a database driver."""
     text = str(error).strip()
     if isinstance(error, adbc_driver_manager.Error):
         text = text.rpartition("': ")[2]  # it begins with the query
-    if exceeds_limit(_sqlstate(error), text):
+    if exceeds_limit(sqlstate(error), text):
         return LimitExceeded.by(f"{where}: {text}")
     return StreamFailed(
         f"{where}: {text.splitlines()[0] if text else type(error).__name__}",
         " ".join(
             [
-                _SOLUTIONS.get(_sqlstate(error) or "", "If it persists, look at the server's log."),
+                _SOLUTIONS.get(sqlstate(error) or "", "If it persists, look at the server's log."),
                 "Start again: what has been committed stays, the rest is done anew.",
             ]
         ),

@@ -104,7 +104,7 @@ def _question(watched: _Watched, host: str, port: int) -> None:
     connection = _open(watched)
     if trouble is not None and connection is not None:
         _log.warning("session %d of %s:%s gives no answer, and %s: it is cut", watched.pid, host, port, trouble)
-        _cut(connection)
+        cut(connection)
     watched.busy_since, watched.questioned = None, False
 
 
@@ -172,7 +172,7 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def _cut(connection: psycopg2.extensions.connection) -> None:
+def cut(connection: psycopg2.extensions.connection) -> None:
     """Shut the socket under a connection: the call that waits on it fails."""
     try:
         descriptor = os.dup(connection.fileno())

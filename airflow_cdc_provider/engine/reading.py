@@ -9,30 +9,25 @@ and cannot be taken back by a crash of the source.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.connection import (
-    NO_TRANSACTION_TIMEOUT,
-    Connection,
-    connected,
-    describe,
-    session_dsn,
-)
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, knows_not
+from airflow_cdc_provider.engine.chunks import Chunk, copy_query, read_query
+from airflow_cdc_provider.engine.connection import Connection, connected, describe
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, is_limit, knows_not, sqlstate
 from airflow_cdc_provider.engine.errors import CdcError, SchemaChanged
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.liveness import Calls
 from airflow_cdc_provider.engine.locks import table_locked
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
+from airflow_cdc_provider.engine.reading_sessions import ArrowSession, CopySession, ReadingSession
 from airflow_cdc_provider.engine.sinks.base import Watermark
 from airflow_cdc_provider.engine.visibility import Snapshot
 
@@ -56,6 +51,8 @@ SELECT (SELECT pg_catalog.json_agg(
 
 _LOCKED = "55P03"
 
+T = TypeVar("T")
+
 _SETTINGS = {"row_security": "off", "synchronous_commit": "local"}
 
 
@@ -66,6 +63,7 @@ class Read:
     :param dsn: libpq URI of the source.
     :param locks: one LOCK statement a leaf.
     :param query: the SELECT, every column as text.
+    :param copy_query: the same for COPY, which makes texts of values itself; ``None`` to have no COPY.
     :param origin: the server from which the rows must come.
     :param label: the table.
     :param definition: the SELECT of the table's definition, two JSON texts.
@@ -76,14 +74,27 @@ class Read:
     dsn: str = field(repr=False)
     locks: tuple[str, ...]
     query: str
+    copy_query: str | None
     origin: Origin
     label: str
     definition: str
     defined: tuple[list[list[int | str | None]], list[int]]
 
 
-def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composable, origin: Origin) -> Read:
-    """Compose a read of ``table`` by ``query``."""
+def plan_chunk_read(connection: Connection, dsn: str, table: Table, chunk: Chunk | None, origin: Origin) -> Read:
+    """Compose a read of a chunk of ``table``; ``None`` for all of it."""
+    return plan_read(connection, dsn, table, origin, read_query(table, chunk), copy_query(table, chunk))
+
+
+def plan_read(
+    connection: Connection,
+    dsn: str,
+    table: Table,
+    origin: Origin,
+    query: sql.Composable,
+    copy_query: sql.Composable | None = None,
+) -> Read:
+    """Compose a read of ``table`` by ``query``, and perhaps by ``copy_query``."""
     lock = sql.SQL("LOCK TABLE ONLY {} IN ACCESS SHARE MODE")
     locks = (lock.format(sql.Identifier(leaf.schema, leaf.name)).as_string(connection) for leaf in table.leaves)
     names = sql.SQL(", ").join(sql.Literal((leaf.schema, leaf.name)) for leaf in table.leaves)
@@ -97,6 +108,7 @@ def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composa
         dsn,
         tuple(locks),
         query.as_string(connection),
+        None if copy_query is None else copy_query.as_string(connection),
         origin,
         table.label,
         definition.as_string(connection),
@@ -108,90 +120,122 @@ def plan_read(connection: Connection, dsn: str, table: Table, query: sql.Composa
 
 
 class SnapshotReader:
-    """One read: iterate :meth:`batches` to the end, then call :meth:`finish`.
+    """One read: take the rows of :meth:`batches` to the end, then call :meth:`finish`.
 
     :param patience: seconds to wait for each lock.
+    :param copies: whether the rows may be had as COPY's text.
+    :ivar copied: whether they were.
     :raises TableLocked: when one is not to be had.
+    :raises CdcError: when the source cannot be reached.
     :raises StreamFailed: when the connection breaks, or leads to another server; the read is to be done again.
     :raises SchemaChanged: when the table is not defined as it was when the read was planned.
     """
 
-    def __init__(self, read: Read, patience: float = _PATIENCE_SECONDS) -> None:
+    def __init__(self, read: Read, patience: float = _PATIENCE_SECONDS, copies: bool = True) -> None:
         self._read = read
-        self._call = Calls(read.dsn)
-        self._connection: Any = None
+        self._settings = _SETTINGS | {"lock_timeout": f"{int(patience * 1000)}ms"}
+        self._copies = copies
+        self._session: ReadingSession | None = None
+        self.copied = False
         self.snapshot: Snapshot | None = None
-        try:
-            with _as_failure(read.dsn):
-                settings = _SETTINGS | {"lock_timeout": f"{int(patience * 1000)}ms"}
-                dsn = session_dsn(read.dsn, "airflow-cdc read", settings)
-                self._call(self._connect, dsn)
-                with self._cursor() as cursor:
-                    self._execute(cursor, NO_TRANSACTION_TIMEOUT)
-                    self._execute(cursor, "SELECT pg_backend_pid()")
-                    (self._call.pid,) = self._call(cursor.fetchone)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
-        """Close the connection and whatever is open; if it has been given up, when its call ends, if ever."""
-        if not self._call.over:
-            self._call(self._disconnect)
-        self._call.end(self._disconnect)
-
-    def _connect(self, dsn: str) -> None:
-        # It loads pandas, a second's work that commands which read no rows do without.
-        import adbc_driver_postgresql.dbapi as adbc
-
-        # Kept here rather than returned: somebody has to close it also when nobody waits for it any more.
-        self._connection = adbc.connect(dsn, autocommit=True)
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-
-    @contextmanager
-    def _cursor(self) -> Iterator[Any]:
-        cursor = self._connection.cursor()
-        try:
-            yield cursor
-        finally:
-            if not self._call.over:
-                self._call(cursor.close)
-
-    def _execute(self, cursor: Any, statement: str) -> None:
-        self._call(cursor.execute, statement)
+        """Close the connection, and whatever is open."""
+        if self._session is not None:
+            self._session.close()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, as record batches of text columns."""
+        """The rows, as record batches of text columns; they may be :class:`.sinks.base.Copyable`."""
+        batches = self._batches()
+        return SnapshotRows(batches, self._texts) if self._copies and self._read.copy_query is not None else batches
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        with _as_failure(self._read.dsn):
+            self._session = session = ArrowSession(self._read.dsn, self._settings)
+        with _as_failure(self._read.dsn, self._read.label), self._reading(session):
+            yield from session.batches(self._read.query)
+
+    def _texts(self, constants: Sequence[str]) -> Iterator[bytes]:
+        assert self._read.copy_query is not None
+        self.copied = True
+        with _as_failure(self._read.dsn):
+            self._session = session = CopySession(self._read.dsn, self._settings)
+        with _as_failure(self._read.dsn, self._read.label), self._reading(session):
+            yield from session.copied(self._read.copy_query, constants)
+
+    @contextmanager
+    def _reading(self, session: ReadingSession) -> Iterator[None]:
+        """The transaction in which rows are read."""
         failpoint("before-chunk-read")
-        with _as_failure(self._read.dsn, self._read.label), self._cursor() as cursor:
-            self._execute(cursor, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            for lock in self._read.locks:
-                self._execute(cursor, lock)
-            self._execute(cursor, f"SELECT pg_current_snapshot()::text, {QUERY}")
-            (snapshot, *found) = self._call(cursor.fetchone)
-            self._read.origin.require(found, self._read.dsn)
-            self.snapshot = Snapshot.parse(snapshot)
-            self._execute(cursor, self._read.definition)
-            if tuple(json.loads(text or "[]") for text in self._call(cursor.fetchone)) != self._read.defined:
-                raise _changed(self._read.label)
-            self._execute(cursor, self._read.query)
-            # What fetch_record_batch() returns is this reader without the errors of the server and their SQLSTATE.
-            batches = iter(self._call(lambda: cursor._results.reader))
-            while (batch := self._call(next, batches, None)) is not None:
-                yield batch
-            self._execute(cursor, "COMMIT")
+        session.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        for lock in self._read.locks:
+            session.execute(lock)
+        snapshot, *found = _row(session, f"SELECT pg_current_snapshot()::text, {QUERY}")
+        self._read.origin.require(found, self._read.dsn)
+        self.snapshot = Snapshot.parse(snapshot)
+        if tuple(json.loads(text or "[]") for text in _row(session, self._read.definition)) != self._read.defined:
+            raise _changed(self._read.label)
+        yield
+        session.execute("COMMIT")
         failpoint("after-chunk-read")
 
     def finish(self) -> Watermark:
         """Commit the marker that flushes what was read, and return the read's watermark."""
         assert self.snapshot is not None, "the rows have not been read"
-        with _as_failure(self._read.dsn), self._cursor() as cursor:
-            self._execute(cursor, f"SELECT pg_logical_emit_message(true, '{MESSAGE_PREFIX}', 'read')::text")
-            (marker,) = self._call(cursor.fetchone)
+        assert self._session is not None
+        with _as_failure(self._read.dsn):
+            (marker,) = _row(self._session, f"SELECT pg_logical_emit_message(true, '{MESSAGE_PREFIX}', 'read')::text")
         return Watermark(self.snapshot, parse_lsn(marker))
+
+
+class SnapshotRows(Iterator[pa.RecordBatch]):
+    """The rows of a read, for who takes batches and for who takes COPY's text: see :class:`.sinks.base.Copyable`."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch], texts: Callable[[Sequence[str]], Iterator[bytes]]) -> None:
+        self._batches = batches
+        self._texts = texts
+
+    def __next__(self) -> pa.RecordBatch:
+        return next(self._batches)
+
+    def copied(self, constants: Sequence[str] = ()) -> Iterator[bytes]:
+        """See :meth:`.sinks.base.Copyable.copied`."""
+        return self._texts(constants)
+
+
+def write_rows(
+    read: Read,
+    write: Callable[[Iterator[pa.RecordBatch], Callable[[], Watermark]], T],
+    patience: float = _PATIENCE_SECONDS,
+) -> T:
+    """Have the rows of a read written.
+
+    A server's limit to the length of a row is sooner reached as COPY's text, in which some characters count twice.
+    Rows that are too long for it are read and written anew.
+
+    :param write: takes :meth:`SnapshotReader.batches` and :meth:`SnapshotReader.finish`; without effect when it fails.
+    :param patience: seconds to wait for each lock.
+    :raises CdcError: as :class:`SnapshotReader`, and what ``write`` raises.
+    """
+    reader = SnapshotReader(read, patience)
+    try:
+        return write(reader.batches(), reader.finish)
+    except Exception as e:
+        if not reader.copied or not is_limit(e):
+            raise
+    finally:
+        reader.close()
+    reader = SnapshotReader(read, patience, copies=False)
+    try:
+        return write(reader.batches(), reader.finish)
+    finally:
+        reader.close()
+
+
+def _row(session: ReadingSession, query: str) -> tuple[Any, ...]:
+    found = session.execute(query)
+    assert found is not None, query
+    return found
 
 
 class _as_failure:
@@ -208,7 +252,7 @@ class _as_failure:
         if error is not None and not isinstance(error, CdcError) and isinstance(error, DRIVER_ERRORS):
             if self._label and knows_not(error):
                 raise _changed(self._label, f": {str(error).splitlines()[0]}") from error
-            if getattr(error, "sqlstate", None) == _LOCKED:
+            if sqlstate(error) == _LOCKED:
                 with connected(self._dsn) as asked:
                     raise table_locked(asked) from error
             raise driver_failure(error, describe(self._dsn)) from error

@@ -14,17 +14,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import psycopg2
+import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.barriers import Barriers, require_visible
 from airflow_cdc_provider.engine.capture import find
 from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.chunks import keys_condition, read_query, text_of
+from airflow_cdc_provider.engine.chunks import keys_condition, text_of
 from airflow_cdc_provider.engine.condition import find_trouble
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, condition, connected, rows
@@ -41,9 +43,9 @@ from airflow_cdc_provider.engine.locks import CONTROL_LOCK_SECONDS, naming_holde
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
-from airflow_cdc_provider.engine.reading import SnapshotReader, plan_read
+from airflow_cdc_provider.engine.reading import plan_chunk_read, plan_read, write_rows
 from airflow_cdc_provider.engine.run import Run, existing_record, require_epoch, sink_of
-from airflow_cdc_provider.engine.sinks.base import Record, Target
+from airflow_cdc_provider.engine.sinks.base import Record, Target, Watermark
 
 T = TypeVar("T")
 
@@ -148,12 +150,19 @@ def read_again(run: Run, label: str, barriers: Barriers, where: str | None = Non
             with _judged(label, where):
                 keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
             query = _keys_query(target.table, keys)
-            read = plan_read(source, run.pipeline.source.dsn, target.table, query, Origin.of(record.identity))
-        reader = SnapshotReader(read, CONTROL_LOCK_SECONDS)
-        try:
-            return run.sink.replace(run.epoch, target, keys, reader.batches(), reader.finish, target)
-        finally:
-            reader.close()
+            read = plan_read(source, run.pipeline.source.dsn, target.table, Origin.of(record.identity), query)
+        return write_rows(read, partial(_replace, run, target, keys, target), CONTROL_LOCK_SECONDS)
+
+
+def _replace(
+    run: Run,
+    target: Target,
+    keys: frozenset[tuple[str, ...]] | None,
+    before: Target | None,
+    batches: Iterator[pa.RecordBatch],
+    finish: Callable[[], Watermark],
+) -> int:
+    return run.sink.replace(run.epoch, target, keys, batches, finish, before)
 
 
 def adopt(run: Run, label: str, barriers: Barriers) -> int:
@@ -189,20 +198,17 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             _note(run, record, {key: entry for key, entry in published.items() if key not in known})
             barriers.put_up(source, label, published)
             origin = Origin.of(record.identity)
-            read = plan_read(source, pipeline.source.dsn, table, read_query(table, None), origin)
+            read = plan_chunk_read(source, pipeline.source.dsn, table, None, origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
-        reader = SnapshotReader(read, CONTROL_LOCK_SECONDS)
+        replace = partial(_replace, run, Target(table, *place), None, before)
         try:
-            target = Target(table, *place)
-            written = run.sink.replace(run.epoch, target, None, reader.batches(), reader.finish, before)
+            written = write_rows(read, replace, CONTROL_LOCK_SECONDS)
             _note(run, record, published)
             if before is None:
                 write_ledger(pipeline, run.state, existing_record(pipeline))
             return written
         except SchemaChanged as e:
             changed = e.message  # between the look at the catalog and the read
-        finally:
-            reader.close()
     raise SchemaChanged(
         f"the definition of {label} changes faster than the table can be read; {changed}",
         "Start again when it has settled.",
@@ -248,21 +254,18 @@ def read_keys_again(
                 source,
                 run.pipeline.source.dsn,
                 target_of(record, label).table,
-                _keys_query(target_of(record, label).table, members),
                 Origin.of(record.identity),
+                _keys_query(target_of(record, label).table, members),
             )
             for label, members in keys.items()
         }
     changed = []
     for label, members in keys.items():
         target = target_of(record, label)
-        reader = SnapshotReader(reads[label], CONTROL_LOCK_SECONDS)
         try:
-            run.sink.replace(run.epoch, target, members, reader.batches(), reader.finish, target)
+            write_rows(reads[label], partial(_replace, run, target, members, target), CONTROL_LOCK_SECONDS)
         except SchemaChanged:
             changed.append(label)
-        finally:
-            reader.close()
     return tuple(changed)
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+import pyarrow as pa
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.barriers import Barriers
-from airflow_cdc_provider.engine.chunks import Chunk, read_query
+from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import connected, describe
 from airflow_cdc_provider.engine.drift import look
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
@@ -30,10 +31,10 @@ from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.grid import Place, ranges
 from airflow_cdc_provider.engine.groups import Range
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.reading import Read, SnapshotReader, plan_read
+from airflow_cdc_provider.engine.reading import Read, plan_chunk_read, write_rows
 from airflow_cdc_provider.engine.reread import adopt, insist, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Record, Sink, Target
+from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Record, Sink, Target, Watermark
 
 _POLL_SECONDS = 1.0
 
@@ -132,8 +133,8 @@ def copy_chunks(
             unfinished = frozenset(own.unfinished)
             for chunk in filter(unfinished.__contains__, chunks):
                 target = targets[chunk.table]
-                query = read_query(target.table, chunk)
-                read = plan_read(source, pipeline.source.dsn, target.table, query, Origin.of(own.identity))
+                origin = Origin.of(own.identity)
+                read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, origin)
                 tasks.append((branch, ChunkTask(branch.sink, run.epoch, target, chunk, read)))
     started = looked = time.monotonic()
     left = Counter(task.place for _, task in tasks)
@@ -240,16 +241,10 @@ def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:
 def write_chunk(task: ChunkTask) -> Any:
     """Read one chunk and write it; runs on an executor. Errors are returned: Spark would only try again at once."""
 
-    def write() -> Any:
-        reader = SnapshotReader(task.read)
-        try:
-            return task.sink.write_chunk(
-                task.epoch, task.target, task.chunk, task.read.origin, reader.batches(), reader.finish
-            )
-        finally:
-            reader.close()
+    def write(batches: Iterator[pa.RecordBatch], finish: Callable[[], Watermark]) -> Any:
+        return task.sink.write_chunk(task.epoch, task.target, task.chunk, task.read.origin, batches, finish)
 
-    written = _with_errors_returned(task, write)
+    written = _with_errors_returned(task, lambda: write_rows(task.read, write))
     if not isinstance(written, CdcError):
         spare_modules()
     return written

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -187,6 +187,19 @@ class CopiedChunk:
     written: Any
 
 
+@runtime_checkable
+class Copyable(Protocol):
+    """Batches of the source's rows that can also be had as Postgres itself would copy them, for the sink to choose."""
+
+    def copied(self, constants: Sequence[str] = ()) -> Iterator[bytes]:
+        """The rows in COPY's text format, some bytes at a time, instead of the batches, with columns beside.
+
+        They are read at the source when they are asked for.
+
+        :param constants: texts, one for each further column.
+        """
+
+
 class CommitRecord(Protocol):
     """Who keeps the commit record of a pipeline."""
 
@@ -305,7 +318,8 @@ class Sink(CommitRecord, Protocol):
 
         :param origin: the server that the rows come from, which must be the one in the record's ``identity``.
         :param batches: the captured columns as text, in the order of ``target.table.columns``; names mean nothing.
-            They are read at the source when they are asked for.
+            They are read at the source when they are asked for. Of the project's own snapshots they are
+            :class:`Copyable`.
         :param finish: to be called once, after the last batch and before the commit.
         :returns: what :meth:`commit_chunks` needs, picklable; ``None`` when the chunk had been committed before.
         :raises Fenced: when the epoch is another's.

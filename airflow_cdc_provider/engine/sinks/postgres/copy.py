@@ -1,4 +1,4 @@
-"""COPY from Arrow into Postgres: text columns as CSV, without a Python loop per row.
+"""COPY into Postgres: as another server has written it, or from Arrow, text columns as CSV without a loop per row.
 
 Large rows are an exception: each is copied by a statement of its own, in slices. The server limits a row's length as
 CSV, and a second copy of it in memory would be one too many.
@@ -50,6 +50,18 @@ def copy_batches(
         else:
             count += copy_stream(connection, statement.format(table, names, sql.Literal('"')), _csv(group))
     return count
+
+
+def copy_texts(connection: Connection, table: sql.Composable, columns: Sequence[str], texts: Iterator[bytes]) -> int:
+    """Copy what another server has written, within the connection's transaction.
+
+    :param table: the table's quoted name.
+    :param columns: names of the table's columns, in the order of the texts' columns.
+    :param texts: rows in COPY's text format, some bytes at a time.
+    :returns: rows copied.
+    """
+    names = sql.SQL(", ").join(map(sql.Identifier, columns))
+    return copy_stream(connection, sql.SQL("COPY {} ({}) FROM STDIN").format(table, names), texts)
 
 
 def copy_stream(connection: Connection, statement: sql.Composable, chunks: Iterator[bytes]) -> int:

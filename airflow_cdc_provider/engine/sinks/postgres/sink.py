@@ -30,13 +30,14 @@ from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.sides import Key, Sides
 from airflow_cdc_provider.engine.sinks.base import (
     CopiedChunk,
+    Copyable,
     MissingValues,
     Staged,
     StagedPiece,
     Target,
     Watermark,
 )
-from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_texts
 from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
@@ -249,14 +250,19 @@ class PostgresSink(PostgresRecord):
         self, connection: Connection, target: Target, batches: Iterator[pa.RecordBatch], applied: str, seq: int
     ) -> int:
         """Copy snapshot rows into the target; in a changelog they are events of kind ``r`` at the applied LSN."""
+        table = sql.Identifier(target.schema, target.name)
         names = [column.name for column in target.table.columns]
+        constants: list[str] = []
         if self.mode == "changelog":
             # They sort after events up to the applied LSN and before the next commit's, whose _seq begins at 1.
-            meta = {"_op": "r", "_commit_lsn": applied, "_seq": seq}
-            names += list(meta)
-            batches = (_with_constants(batch, list(map(str, meta.values()))) for batch in batches)
+            names += ["_op", "_commit_lsn", "_seq"]
+            constants = ["r", applied, str(seq)]
         with refusals(target):
-            return copy_batches(connection, sql.Identifier(target.schema, target.name), names, batches)
+            if isinstance(batches, Copyable):
+                return copy_texts(connection, table, names, batches.copied(constants))
+            if constants:
+                batches = (_with_constants(batch, constants) for batch in batches)
+            return copy_batches(connection, table, names, batches)
 
     # -- stream units ------------------------------------------------------------------------------
 

@@ -1,0 +1,151 @@
+"""Sessions in which rows are read from a source: as Arrow by ADBC, or as the text of COPY by psycopg2.
+
+COPY's text costs neither side anything but its way: the source writes values as it would send them, without a cast,
+and a Postgres that takes them parses what the other has written. Who has to look at values takes Arrow.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pyarrow as pa
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, connect, session_dsn
+from airflow_cdc_provider.engine.liveness import Calls, cut
+
+_APPLICATION = "airflow-cdc read"
+_SLICE_BYTES = 256 << 10
+
+
+class ReadingSession(Protocol):
+    """A session that autocommits, in which statements are executed one after the other."""
+
+    def execute(self, statement: str) -> tuple[Any, ...] | None:
+        """Execute a statement without parameters, and return its first row if it has one."""
+
+    def close(self) -> None:
+        """Close it, whatever is open."""
+
+
+class ArrowSession:
+    """A session of ADBC, whose calls are given up when the server is dead.
+
+    :param dsn: libpq URI of the source.
+    :param settings: server settings beside those of every session.
+    :raises StreamFailed: in all methods, when a call was given up.
+    """
+
+    def __init__(self, dsn: str, settings: Mapping[str, str]) -> None:
+        self._call = Calls(dsn)
+        self._connection: Any = None
+        try:
+            self._call(self._connect, session_dsn(dsn, _APPLICATION, settings))
+            self.execute(NO_TRANSACTION_TIMEOUT)
+            (self._call.pid,) = self.execute("SELECT pg_backend_pid()") or (None,)
+        except BaseException:
+            self.close()
+            raise
+
+    def execute(self, statement: str) -> tuple[Any, ...] | None:
+        """See :meth:`ReadingSession.execute`."""
+        with self._cursor() as cursor:
+            self._call(cursor.execute, statement)
+            row: tuple[Any, ...] | None = self._call(cursor.fetchone) if cursor.description else None
+            return row
+
+    def batches(self, query: str) -> Iterator[pa.RecordBatch]:
+        """The rows of a query."""
+        with self._cursor() as cursor:
+            self._call(cursor.execute, query)
+            # What fetch_record_batch() returns is this reader without the errors of the server and their SQLSTATE.
+            batches = iter(self._call(lambda: cursor._results.reader))
+            while (batch := self._call(next, batches, None)) is not None:
+                yield batch
+
+    def close(self) -> None:
+        """See :meth:`ReadingSession.close`; if it has been given up, it is closed when its call ends, if ever."""
+        if not self._call.over:
+            self._call(self._disconnect)
+        self._call.end(self._disconnect)
+
+    def _connect(self, dsn: str) -> None:
+        # It loads pandas, a second's work that commands which read no rows do without.
+        import adbc_driver_postgresql.dbapi as adbc
+
+        # Kept here rather than returned: somebody has to close it also when nobody waits for it any more.
+        self._connection = adbc.connect(dsn, autocommit=True)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    @contextmanager
+    def _cursor(self) -> Iterator[Any]:
+        cursor = self._connection.cursor()
+        try:
+            yield cursor
+        finally:
+            if not self._call.over:
+                self._call(cursor.close)
+
+
+class CopySession:
+    """A session of psycopg2, whose socket is cut when the server is dead.
+
+    :param dsn: libpq URI of the source.
+    :param settings: server settings beside those of every session.
+    """
+
+    def __init__(self, dsn: str, settings: Mapping[str, str]) -> None:
+        self._connection = connect(dsn, _APPLICATION, settings=settings)
+        self._output: io.FileIO | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def execute(self, statement: str) -> tuple[Any, ...] | None:
+        """See :meth:`ReadingSession.execute`."""
+        with self._connection.cursor() as cursor:
+            cursor.execute(statement)
+            return cursor.fetchone() if cursor.description else None
+
+    def copied(self, query: str, constants: Sequence[str] = ()) -> Iterator[bytes]:
+        """The rows of a query in COPY's text format, some bytes at a time; the source goes on writing meanwhile.
+
+        :param constants: texts, one for each further column.
+        """
+        if constants:
+            literals = sql.SQL(", ").join(map(sql.Literal, constants)).as_string(self._connection)
+            query = f"SELECT *, {literals} FROM ({query}) AS read"
+        readable, writable = os.pipe()
+        self._output = io.FileIO(readable)
+        self._thread = threading.Thread(target=self._copy, args=[query, writable], name="copy out", daemon=True)
+        self._thread.start()
+        while data := self._output.read(_SLICE_BYTES):
+            yield data
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _copy(self, query: str, writable: int) -> None:
+        try:
+            # A writer of C's takes what is called once a row.
+            with open(writable, "wb", buffering=_SLICE_BYTES) as output, self._connection.cursor() as cursor:
+                cursor.copy_expert(f"COPY ({query}) TO STDOUT", output)
+        except BaseException as e:
+            self._failure = e
+
+    def close(self) -> None:
+        """See :meth:`ReadingSession.close`; rows that nobody has taken are not waited for."""
+        if self._thread is not None and self._thread.is_alive():
+            cut(self._connection)
+        if self._output is not None:
+            self._output.close()
+        if self._thread is not None:
+            self._thread.join()
+        self._connection.close()
