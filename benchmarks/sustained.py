@@ -89,7 +89,7 @@ class Sustained:
     @property
     def rate(self) -> int:
         """The highest rate that was held in all long runs; 0 for none."""
-        return min(each.rate for each in self.holds if each.held) if self.faults == () else 0
+        return 0 if self.faults else self.holds[-1].rate
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -103,12 +103,12 @@ class Sustained:
 
     def as_json(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        cost = {kind: spread((each.cpu_per_million[kind] for each in self.steady), 2) for kind in KINDS}
+        costs = [each.cpu_per_million for each in self.steady]
         return {
             "seconds": self.seconds,
             "bound": BEHIND_SECONDS,
             "rate": self.rate,
-            "cpu_per_million": cost if self.steady else {},
+            "cpu_per_million": {kind: spread((cost[kind] for cost in costs), 2) for kind in KINDS if costs},
             "probes": [each.as_json() for each in self.probes],
             "holds": [each.as_json() for each in self.holds],
         }
