@@ -142,9 +142,11 @@ torture: SEED ?= 1
 torture: $(INSTALLED) java ## torture a pipeline: SECONDS=n SEED=s, MODE=mirror or changelog
 	$(BIN)/python -m tests.torture --seconds $(SECONDS) --seed $(SEED) $(if $(MODE),--mode $(MODE))
 
+bench: JSON ?= docs/benchmarks/$(or $(firstword $(CASE)),all).json
 .PHONY: bench
-bench: $(INSTALLED) java ## run the benchmarks; CASE=soak SECONDS=600 for the soak
-	$(BIN)/python -m benchmarks $(CASE) $(if $(SECONDS),--seconds $(SECONDS))
+bench: $(INSTALLED) java ## run the benchmarks and write docs/benchmarks.md; CASE=latency for one, SECONDS=n for each run of it
+	$(BIN)/python -m benchmarks $(CASE) $(if $(SECONDS),--seconds $(SECONDS)) --json $(JSON)
+	$(BIN)/python -m benchmarks.docs $(JSON)
 
 .PHONY: clean
 clean: ## remove caches and build output; .venv stays

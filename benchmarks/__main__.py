@@ -1,7 +1,7 @@
-"""``python -m benchmarks``: measure, check, and print one table.
+"""``python -m benchmarks``: measure, check, and print tables.
 
-Exit codes: 0 when all cases ended with the right rows, 1 when one did not, or when the soak's memory or retained log
-went beyond its bounds.
+Exit codes: 0 when all cases ended with the right rows, 1 when one did not, or when one found something that is not as
+it should be, such as memory that went beyond its bounds.
 """
 
 from __future__ import annotations
@@ -9,100 +9,135 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from airflow_cdc_provider.demo.servers import find_binaries
 from airflow_cdc_provider.engine.errors import CdcError
-from benchmarks import kafka, parsing, snapshot, soak, stream
-from benchmarks.lab import laboratory, query
-from benchmarks.report import Series, WrongResult, as_json, as_text, describe_machine
+from benchmarks import floor, kafka, latency, parsing, scaling, snapshot, soak, startup, stream, sustained
+from benchmarks.lab import laboratory
+from benchmarks.report import Finding, Series, WrongResult, as_json, as_text, describe_machine
 
 SNAPSHOT = "snapshot"
-CASES = (SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
-"""What is measured by default; Kafka, the soak, which takes minutes, and the parsing of Dags only by name."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What can be measured by name.
+
+    :param measure: called once for all of its names that are asked for.
+    :param default: whether it is measured when nothing is asked for.
+    """
+
+    measure: Callable[[argparse.Namespace, frozenset[str]], Sequence[Series] | Finding]
+    help: str
+    default: bool = True
+
+
+def _throughput(options: argparse.Namespace, names: frozenset[str]) -> list[Series]:
+    series: list[Series] = []
+    with laboratory() as lab:
+        if SNAPSHOT in names:
+            series += snapshot.measure(lab, options.rows, options.repeat)
+        if names - {SNAPSHOT}:
+            series += stream.measure(lab, options.rows, options.repeat, names)
+    return series
+
+
+def _sustained(options: argparse.Namespace, _: frozenset[str]) -> Finding:
+    return sustained.measure(options.seconds or 300, options.repeat, options.rates or sustained.RATES)
+
+
+def _latency(options: argparse.Namespace, _: frozenset[str]) -> Finding:
+    return latency.measure(options.seconds or 30, options.repeat, options.rates or latency.RATES)
+
+
+def _scaling(options: argparse.Namespace, _: frozenset[str]) -> Finding:
+    return scaling.measure(options.rows, options.repeat, {axis: getattr(options, axis) for axis in scaling.AXES})
+
+
+CASES = {
+    SNAPSHOT: Case(_throughput, "the copy of a table"),
+    stream.NOOP: Case(_throughput, "a backlog of the log, decoded and thrown away"),
+    stream.PARQUET: Case(_throughput, "the same, written to Parquet"),
+    stream.MIRROR: Case(_throughput, "the same, into a mirror"),
+    latency.LATENCY: Case(_latency, "from a commit to the row in the mirror, at several rates"),
+    floor.FLOOR: Case(lambda options, _: floor.measure(options.batches), "what the smallest batches take, by phase"),
+    sustained.SUSTAINED: Case(_sustained, "the rate that is followed for minutes, and what it costs"),
+    scaling.SCALING: Case(_scaling, "executors, tables and backlogs"),
+    startup.STARTUP: Case(lambda options, _: startup.measure(options.repeat), "until the first change is applied"),
+    parsing.PARSING: Case(lambda options, _: parsing.measure(options.repeat), "what Dags cost the Dag processor"),
+    kafka.KAFKA: Case(lambda options, _: kafka.measure(options.rows, options.repeat), "topics at either end", False),
+    soak.SOAK: Case(
+        lambda options, _: soak.measure(options.seconds or 600, options.rate), "memory and retained log, judged", False
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases and return the exit code."""
     options = _parser().parse_args(arguments)
-    if soak.SOAK in options.cases:
-        return _soak(options)
-    if parsing.PARSING in options.cases:
-        return _parsing(options)
-    if kafka.KAFKA in options.cases:
-        return _kafka(options)
-    cases = frozenset(options.cases or CASES)
+    machine = describe_machine(_postgres_version(), os.getloadavg()[0])
     series: list[Series] = []
-    load = os.getloadavg()[0]
-    try:
-        with laboratory() as lab:
-            if SNAPSHOT in cases:
-                series += snapshot.measure(lab, options.rows, options.repeat)
-            if cases - {SNAPSHOT}:
-                series += stream.measure(lab, options.rows, options.repeat, cases)
-            (version,) = query(lab.source.dsn(), "SHOW server_version")
-    except (WrongResult, CdcError) as e:
-        print(f"benchmark failed: {e}", file=sys.stderr)
-        return 1
-    _show(series, options, str(version), load)
-    return 0
+    findings: list[Finding] = []
+    failures: list[str] = []
+    for measure, names in _chosen(options.cases).items():
+        try:
+            found = measure(options, names)
+        except (WrongResult, CdcError) as e:
+            failures.append(f"{', '.join(sorted(names))}: {e}")
+            print(f"benchmark failed: {failures[-1]}", file=sys.stderr)
+            continue
+        if isinstance(found, Sequence):
+            series += found
+        else:
+            findings.append(found)
+            failures += found.faults
+            for fault in found.faults:
+                print(f"benchmark failed: {fault}", file=sys.stderr)
+    _show(series, findings, machine)
+    if options.json:
+        document = {
+            "machine": machine,
+            "repeat": options.repeat,
+            "failures": failures,
+            "cases": as_json(series),
+            "findings": {each.name: each.as_json() for each in findings},
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 1 if failures else 0
 
 
-def _show(series: Sequence[Series], options: argparse.Namespace, version: str, load: float) -> None:
-    machine = describe_machine(version, load)
+def _chosen(names: Sequence[str]) -> dict[Callable[..., Sequence[Series] | Finding], frozenset[str]]:
+    """What is measured, in the order of the table, each with its names."""
+    chosen: dict[Callable[..., Sequence[Series] | Finding], frozenset[str]] = {}
+    for name, case in CASES.items():
+        if name in names or (not names and case.default):
+            chosen[case.measure] = chosen.get(case.measure, frozenset()) | {name}
+    return chosen
+
+
+def _postgres_version() -> str:
+    told = subprocess.run([find_binaries("16") / "postgres", "--version"], capture_output=True, text=True, check=True)
+    return told.stdout.split()[-1]
+
+
+def _show(series: Sequence[Series], findings: Sequence[Finding], machine: dict[str, Any]) -> None:
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    print(as_text(series))
-    if options.json:
-        document = {"machine": machine, "repeat": options.repeat, "cases": as_json(series)}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _kafka(options: argparse.Namespace) -> int:
-    load = os.getloadavg()[0]
-    try:
-        series = kafka.measure(options.rows, options.repeat)
-    except (WrongResult, CdcError) as e:
-        print(f"benchmark failed: {e}", file=sys.stderr)
-        return 1
-    _show(series, options, "16", load)
-    return 0
-
-
-def _soak(options: argparse.Namespace) -> int:
-    load = os.getloadavg()[0]
-    try:
-        found = soak.measure(options.seconds, options.rate)
-    except (WrongResult, CdcError) as e:
-        print(f"benchmark failed: {e}", file=sys.stderr)
-        return 1
-    print(found.as_text())
-    if options.json:
-        document = {"machine": describe_machine("16", load), **found.as_dict()}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    for fault in found.faults:
-        print(f"benchmark failed: {fault}", file=sys.stderr)
-    return 1 if found.faults else 0
-
-
-def _parsing(options: argparse.Namespace) -> int:
-    load = os.getloadavg()[0]
-    try:
-        found = parsing.measure(options.repeat)
-    except WrongResult as e:
-        print(f"benchmark failed: {e}", file=sys.stderr)
-        return 1
-    print(found.as_text())
-    if options.json:
-        document = {"machine": describe_machine("16", load), "repeat": options.repeat, **found.as_dict()}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 0
+    if series:
+        print(as_text(series))
+    for each in findings:
+        print(f"\n{each.name}\n{each.as_text()}")
 
 
 def _case(text: str) -> str:
-    known = (*CASES, kafka.KAFKA, soak.SOAK, parsing.PARSING)
-    if text not in known:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+    if text not in CASES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(CASES)}")
     return text
 
 
@@ -114,18 +149,26 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "cases",
-        nargs="*",
-        metavar="case",
-        type=_case,
-        help=f"{', '.join(CASES)}: all by default; or {kafka.KAFKA}; or {soak.SOAK}; or {parsing.PARSING}",
+    table = "\n".join(
+        f"  {name:16}{case.help}{'' if case.default else ' (by name only)'}" for name, case in CASES.items()
     )
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"{(__doc__ or '').splitlines()[0]}\n\ncases:\n{table}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("cases", nargs="*", metavar="case", type=_case, help="what to measure; by default nearly all")
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
-    parser.add_argument("--seconds", type=_positive, default=600, help="how long the soak writes")
+    parser.add_argument("--seconds", type=_positive, help="of each run of latency (30), sustained (300) and soak (600)")
     parser.add_argument("--rate", type=_positive, default=2000, help="changes a second that the soak writes")
+    parser.add_argument(
+        "--rates", type=_positive, nargs="+", metavar="RATE", help="that sustained tries, or latency measures"
+    )
+    parser.add_argument("--batches", type=_positive, default=40, help="of each kind that floor takes; 45 at most")
+    for axis, points in scaling.AXES.items():
+        shown = f"points of scaling: {' '.join(map(str, points))}"
+        parser.add_argument(f"--{axis}", type=_positive, nargs="*", default=points, metavar="N", help=shown)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file, too")
     return parser
 

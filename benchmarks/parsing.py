@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, ClassVar
 
 from benchmarks.report import WrongResult
 
@@ -58,6 +59,9 @@ class Parse:
     first: float
     again: float
 
+    name: ClassVar[str] = PARSING
+    faults: ClassVar[tuple[str, ...]] = ()
+
     def as_text(self) -> str:
         """A sentence a figure."""
         return (
@@ -66,7 +70,7 @@ class Parse:
             f"parsed again in the same            {self.again * 1000:.0f} ms of CPU"
         )
 
-    def as_dict(self) -> dict[str, float]:
+    def as_json(self) -> dict[str, Any]:
         """The figures by name."""
         return asdict(self)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pyarrow as pa
@@ -19,6 +20,24 @@ from airflow_cdc_provider.engine.table import text_table
 
 class WrongResult(Exception):
     """A case ended with other rows than it should have; its time means nothing."""
+
+
+class Finding(Protocol):
+    """What a case found that is more than the time of some rows."""
+
+    @property
+    def name(self) -> str:
+        """Where it stands among the figures."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What was not as it should be, although every result was right."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All single figures as JSON values."""
+
+    def as_text(self) -> str:
+        """The figures as a table."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +77,19 @@ def tell(case: str, rows: int, seconds: float) -> None:
     print(f"{case}: {rows:,} rows in {seconds:.2f} s", file=sys.stderr)
 
 
+def spread(values: Iterable[float], digits: int = 1) -> dict[str, float]:
+    """Median, least and greatest of the repeats, rounded."""
+    found = list(values)
+    return {name: round(of(found), digits) for name, of in (("median", median), ("min", min), ("max", max))}
+
+
 def describe_machine(postgres: str, load: float) -> dict[str, str | int | float]:
     """What the figures depend on.
 
     :param load: the load average before anything was started.
     """
     return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "load_before": round(load, 2),
         "cores": os.cpu_count() or 0,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks import docs
+from benchmarks.__main__ import CASES, main
+from benchmarks.processes import KINDS
 from benchmarks.report import Series, WrongResult, as_json, as_text, check
-from benchmarks.soak import Sample, Soak
+from benchmarks.samples import Sample
+from benchmarks.soak import Soak
+from benchmarks.sustained import Load, Sustained
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
@@ -22,9 +26,9 @@ PEERS = {"copy | copy": None, "snapshot": "copy | copy", "pg_recvlogical": None}
 )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, seconds: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 def test_rates_are_compared_with_the_peer() -> None:
@@ -43,6 +47,31 @@ def test_a_wrong_result_is_an_error() -> None:
         check(3, 2, "rows")
 
 
+def test_throughput_is_drawn_beside_its_peers(tmp_path: Path) -> None:
+    series = [Series("copy | copy", 100, (1.0, 4.0)), Series("ours", 100, (0.5, 1.0), "copy | copy")]
+    machine = dict.fromkeys(("date", "platform", "cores", "memory_gib", "load_before"), 2)
+    versions = dict.fromkeys(("postgres", "spark", "python", "pyarrow"), "1.0")
+    figures = {"machine": machine | versions, "repeat": 2, "cases": as_json(series), "findings": {}}
+    assert_documented(figures, tmp_path, "cases")
+    assert r"| `ours` | 2.40 x copy \| copy | 100 | 150 (100 - 200) |" in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_only_the_plots_need_matplotlib() -> None:
+    modules = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in ("docs", "plots")]
+    program = (
+        f"import sys; {'; '.join(f'import benchmarks.{name}' for name in modules)}; print('matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_the_page_has_a_place_for_every_finding() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert set(re.findall(r"<!-- figures: (\w+) -->", page)) == docs.TABLES.keys()
+    for name in CASES:
+        assert f"`{name}`" in page
+
+
 def test_an_unknown_case_is_refused() -> None:
     refused = run("windows")
     assert refused.returncode == 2
@@ -53,7 +82,7 @@ def test_the_dags_are_parsed_in_fresh_interpreters(tmp_path: Path) -> None:
     file = tmp_path / "parsing.json"
     done = run("parsing", "--repeat", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr
-    figures: dict[str, Any] = json.loads(file.read_text())
+    figures: dict[str, Any] = json.loads(file.read_text())["findings"]["parsing"]
     assert figures["files"] == len(list((ROOT / "dags").glob("*.py")))
     assert figures["dags"] >= figures["files"]
     assert 0 < figures["again"] < figures["first"]
@@ -75,6 +104,46 @@ def test_all_cases_run_and_are_right(tmp_path: Path) -> None:
         assert each["rows_per_second"].keys() == {"median", "min", "max"}
         assert all(rate > 0 for rate in each["rows_per_second"].values())
         assert (each["ratio"] is None) == (each["peer"] is None)
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+def test_what_follows_writes_runs_and_is_right(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    sizes = "--repeat 1 --seconds 2 --rates 100 --batches 2 --rows 2000 --tables 1 3 --backlog 3000 --executors 1"
+    done = run("latency", "floor", "sustained", "scaling", "startup", *sizes.split(), "--json", str(file), seconds=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(file.read_text())["findings"]
+    (rate,) = found["latency"]["rates"]
+    assert 50 < rate["written"]["median"] < 200
+    assert 0 < rate["milliseconds"]["p50"]["median"] <= rate["milliseconds"]["max"]["median"]
+    assert all(len(found["floor"][kind]["batches"]) >= 2 for kind in ("empty", "one row"))
+    assert found["sustained"]["rate"] == 100
+    assert all(found["sustained"]["cpu_per_million"][kind]["median"] > 0 for kind in ("jvm", "reader", "target"))
+    points = {axis: [(each["x"], each["changes"]) for each in points] for axis, points in found["scaling"].items()}
+    assert points == {"executors": [(1, 2000)], "tables": [(1, 2000), (3, 2000)], "backlog": [(3000, 3000)]}
+    assert all(each["cpu_microseconds"]["median"] > 0 for points in found["scaling"].values() for each in points)
+    startup = {kind: each["median"] for kind, each in found["startup"].items()}
+    assert 0 < startup["cold_connected"] < startup["cold"]
+    assert 0 < startup["warm"] < startup["cold"]
+    assert_documented(json.loads(file.read_text()), tmp_path, "latency", "floor", "sustained", "scaling", "startup")
+
+
+def assert_documented(figures: dict[str, Any], directory: Path, *names: str) -> None:
+    """The figures come into a page, and the same bytes when they come again."""
+    page, folder = directory / "benchmarks.md", directory / "benchmarks"
+    page.write_text("".join(f"before {name}\n<!-- figures: {name} -->\nold\n<!-- end -->\n" for name in (*names, "x")))
+    written = []
+    for _ in range(2):
+        docs.write(figures, directory)
+        written.append([each.read_bytes() for each in (page, *sorted(folder.iterdir()))])
+    assert written[0] == written[1]
+    text = page.read_text()
+    assert text.count("old") == 1
+    assert text.endswith("<!-- figures: x -->\nold\n<!-- end -->\n")
+    plots = re.findall(r"!\[[\w]+\]\(benchmarks/(\w+\.svg)\)", text)
+    assert sorted(plots) == sorted(each.name for each in folder.iterdir())
+    assert all(b"</svg>" in (folder / plot).read_bytes() for plot in plots)
 
 
 @pytest.mark.spark
@@ -102,10 +171,12 @@ def test_the_soak_runs_and_is_right(tmp_path: Path) -> None:
     done = run("soak", "--seconds", "6", "--rate", "500", "--json", str(file))
     assert done.returncode == 0, done.stderr[-4000:]
     assert "changes in 6 s; a run of less than 120 s is not judged" in done.stdout
-    figures: dict[str, Any] = json.loads(file.read_text())
+    figures: dict[str, Any] = json.loads(file.read_text())["findings"]["soak"]
     assert figures["changes"] > 0
     assert len(figures["samples"]) > 2
-    assert all(min(sample["driver"], sample["jvm"], sample["workers"]) > 0 for sample in figures["samples"])
+    assert all(
+        min(sample[kind] for kind in ("driver", "jvm", "workers", "reader")) > 0 for sample in figures["samples"]
+    )
 
 
 def soak(growth: int = 0, retained: int = 0, seconds: float = 600.0) -> Soak:
@@ -115,7 +186,7 @@ def soak(growth: int = 0, retained: int = 0, seconds: float = 600.0) -> Soak:
         noise = 20 * MIB * (i % 3)
         minutes = i / 12
         log, jvm = int(retained * minutes * MIB), 600 * MIB + noise + int(growth * minutes * MIB)
-        return Sample(5.0 * i, log, 0, 150 * MIB, jvm, 700 * MIB + noise, i)
+        return Sample(5.0 * i, 0.5, log, 0, 150 * MIB, jvm, 600 * MIB + noise, 100 * MIB, i)
 
     return Soak(seconds, tuple(map(sample, range(int(seconds / 5)))))
 
@@ -148,6 +219,30 @@ def test_the_soak_fails_beyond_its_bounds(
     monkeypatch.setattr("benchmarks.soak.measure", lambda seconds, rate: soak(growth=20))
     assert main(["soak", "--json", str(file)]) == 1
     assert "benchmark failed: jvm grew by" in capsys.readouterr().err
-    assert len(json.loads(file.read_text())["faults"]) == 1
+    (fault,) = json.loads(file.read_text())["failures"]
+    assert fault.startswith("jvm grew by")
     monkeypatch.setattr("benchmarks.soak.measure", lambda seconds, rate: soak())
     assert main(["soak"]) == 0
+
+
+def load(rate: int, written: float = 1.0, behind: float = 1.0) -> Load:
+    """Ten seconds at a rate, of which a part was written, and a lag in seconds."""
+    samples = [Sample(at, behind, 0, 0, 1, 1, 1, 1, round(rate * at * written)) for at in (0.0, 10.0)]
+    return Load(rate, 10.0, tuple(samples), dict.fromkeys(KINDS, 2.0))
+
+
+def test_a_rate_is_held_when_all_of_it_is_written_and_followed() -> None:
+    assert load(1000).held
+    assert not load(1000, written=0.9).held
+    assert not load(1000, behind=5.0).held
+    assert load(1000).cpu_per_million["jvm"] == 200.0
+
+
+def test_the_highest_rate_counts_that_is_held_each_time() -> None:
+    probes = (load(1000), load(2000), load(4000, behind=9.0))
+    found = Sustained(10.0, probes, (load(2000), load(2000, behind=6.0), load(1000), load(1000)))
+    assert (found.rate, len(found.steady), found.faults) == (1000, 2, ())
+    assert found.as_json()["cpu_per_million"]["target"] == {"median": 200.0, "min": 200.0, "max": 200.0}
+    lost = Sustained(10.0, (load(1000, behind=9.0),), ())
+    assert (lost.rate, lost.faults, lost.as_json()["cpu_per_million"]) == (0, ("the lowest rate is not held",), {})
+    assert "no" in lost.as_text()

@@ -1,0 +1,194 @@
+"""``python -m benchmarks.docs FILE``: write the figures of a run into the documentation.
+
+Each table goes between ``<!-- figures: NAME -->`` and ``<!-- end -->`` of :file:`docs/benchmarks.md`, each plot to
+:file:`docs/benchmarks/`. Of what the run has not measured, those that are there stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots
+from benchmarks.floor import FLOOR, WHOLE
+from benchmarks.latency import LATENCY, SHOWN
+from benchmarks.processes import ENGINE, KINDS
+from benchmarks.scaling import SCALING
+from benchmarks.soak import SOAK
+from benchmarks.startup import STARTUP
+from benchmarks.sustained import SUSTAINED
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, FOLDER = "benchmarks.md", "benchmarks"
+CASES = "cases"
+_MIB = 1 << 20
+
+_BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write(figures: Mapping[str, Any], docs: Path = DOCS) -> None:
+    """Write the tables and plots of a run.
+
+    :param figures: what ``python -m benchmarks --json`` has written.
+    :param docs: a folder with :file:`benchmarks.md`.
+    """
+    found = dict(figures["findings"]) | ({CASES: figures["cases"]} if figures["cases"] else {})
+    folder = docs / FOLDER
+    folder.mkdir(exist_ok=True)
+    drawn = {name: plots.PLOTS[name](found[name], folder) for name in found if name in plots.PLOTS}
+    page = docs / PAGE
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in found:
+            return match[0]
+        parts = [TABLES[name](found[name]), *(f"![{name}]({FOLDER}/{file})" for file in drawn.get(name, ()))]
+        return "\n\n".join([f"{match[1].rstrip()}\n{_machine(figures)}", *parts]) + f"\n{match[3]}"
+
+    page.write_text(_BLOCK.sub(block, page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _machine(figures: Mapping[str, Any]) -> str:
+    machine = figures["machine"]
+    versions = ", ".join(f"{name.capitalize()} {machine[name]}" for name in ("postgres", "spark", "python", "pyarrow"))
+    return (
+        f"{machine['date']}, {machine['platform']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load average"
+        f" {machine['load_before']} before the run;\n{versions}; repeats: {figures['repeat']}."
+    )
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """A table in Markdown; all columns but the first ``texts`` hold numbers."""
+    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, rule, *body))
+
+
+def _spread(figures: Mapping[str, float], digits: int = 0) -> str:
+    """Median, with what lies around it."""
+    return f"{figures['median']:,.{digits}f} ({figures['min']:,.{digits}f} - {figures['max']:,.{digits}f})"
+
+
+def _cases(found: Sequence[Mapping[str, Any]]) -> str:
+    body = []
+    for each in found:
+        ratios = ({each["peer"]: each["ratio"]} if each["peer"] else {}) | each["others"]
+        compared = ", ".join(f"{ratio:.2f} x {peer}" for peer, ratio in ratios.items() if ratio is not None)
+        body.append([f"`{each['case']}`", compared.replace("|", "\\|"), f"{each['rows']:,}"])
+        body[-1] = [text.replace("copy | copy", "copy \\| copy") for text in body[-1]]
+        body[-1].append(_spread(each["rows_per_second"]))
+    return _table(["case", "compared", "rows", "rows/s (min - max)"], body, 2)
+
+
+def _latency(found: Mapping[str, Any]) -> str:
+    body = [
+        [f"{each['rate']:,}", _spread(each["written"]), *(_spread(each["milliseconds"][name]) for name in SHOWN)]
+        for each in found["rates"]
+    ]
+    head = ["transactions/s", "written/s (min - max)", *(f"{name}, ms" for name in SHOWN)]
+    return f"Trigger: {found['trigger']}; {found['seconds']:g} s each.\n\n{_table(head, body, 0)}"
+
+
+def _floor(found: Mapping[str, Any]) -> str:
+    body = [
+        [kind, "all" if phase == WHOLE else f"`{phase}`", _spread(figures)]
+        for kind, each in found.items()
+        for phase, figures in each["phases"].items()
+    ]
+    return _table(["batch", "phase", "ms (min - max)"], body, 2)
+
+
+def _sustained(found: Mapping[str, Any]) -> str:
+    rates = _table(
+        ["", "changes/s", "written/s", "most seconds behind", "most MiB retained", "held"],
+        [
+            [kind, *_load(each)]
+            for kind, loads in (("probe", found["probes"]), (f"{found['seconds']:g} s", found["holds"]))
+            for each in loads
+        ],
+    )
+    if not found["cpu_per_million"]:
+        return rates
+    cost = _table(
+        ["CPU seconds a million changes", "median (min - max)"],
+        [[kind, _spread(found["cpu_per_million"][kind], 1)] for kind in KINDS],
+    )
+    return f"Followed with less than {found['bound']:g} s of lag: **{found['rate']:,} changes/s**.\n\n{rates}\n\n{cost}"
+
+
+def _load(load: Mapping[str, Any]) -> list[str]:
+    retained = max(sample["retained"] for sample in load["samples"]) / _MIB
+    held = "yes" if load["held"] else "no"
+    return [f"{load['rate']:,}", f"{load['written']:,}", f"{load['behind']:.1f}", f"{retained:,.0f}", held]
+
+
+def _scaling(found: Mapping[str, Any]) -> str:
+    body = [
+        [
+            axis,
+            f"{each['x']:,}",
+            f"{each['changes']:,}",
+            _spread(each["changes_per_second"]),
+            _spread(each["microseconds"], 1),
+            _spread(each["cpu_microseconds"], 1),
+        ]
+        for axis, points in found.items()
+        for each in points
+    ]
+    head = ["axis", "", "changes", "changes/s (min - max)", "µs a change", "CPU µs a change"]
+    return _table(head, body)
+
+
+def _startup(found: Mapping[str, Any]) -> str:
+    names = {"cold_connected": "cold, until the walsender starts", "cold": "cold", "warm": "in a warm session"}
+    body = [[names[kind], _spread(each, 2)] for kind, each in found.items()]
+    return _table(["until the first change is applied", "seconds (min - max)"], body)
+
+
+def _soak(found: Mapping[str, Any]) -> str:
+    steady = found["samples"][len(found["samples"]) // 2 :]
+    body = []
+    for name in ("retained", "lag", *ENGINE):
+        values = sorted(sample[name] / _MIB for sample in steady)
+        figures = (values[0], values[len(values) // 2], values[-1])
+        body.append([name, *(f"{value:,.1f}" for value in figures)])
+    verdict = "; ".join(found["faults"]) or "within all bounds"
+    table = _table(["MiB, second half", "min", "median", "max"], body)
+    return f"{found['changes']:,} changes in {found['seconds']:g} s, {verdict}.\n\n{table}"
+
+
+def _parsing(found: Mapping[str, Any]) -> str:
+    head = ["files", "Dags", "modules loaded for them", "first parse", "parsed again"]
+    counts = [str(found[name]) for name in ("files", "dags", "modules")]
+    times = [f"{1000 * found[name]:.0f} ms" for name in ("first", "again")]
+    return _table(head, [[*counts, *times]], 0)
+
+
+TABLES: Mapping[str, Callable[[Any], str]] = {
+    CASES: _cases,
+    LATENCY: _latency,
+    FLOOR: _floor,
+    SUSTAINED: _sustained,
+    SCALING: _scaling,
+    STARTUP: _startup,
+    SOAK: _soak,
+    "parsing": _parsing,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the documentation's figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.docs", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path, help="what `python -m benchmarks --json` has written")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="a folder with benchmarks.md")
+    options = parser.parse_args(arguments)
+    write(json.loads(options.file.read_text(encoding="utf-8")), options.docs)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

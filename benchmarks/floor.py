@@ -1,0 +1,130 @@
+"""The floor of a batch: what one of no rows, and one of a single row, takes in a warm session, and where its time goes.
+
+The durations are those that Spark reports for each batch, by phase. A batch of no rows is one that only moves the
+position, past a message that somebody has written into the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, ClassVar
+
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.config import Pipeline, SnapshotSettings
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.run import run_part
+from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.table import text_table
+from benchmarks.lab import TABLE_DDL, create_database, execute, fill, laboratory
+from benchmarks.report import check, spread
+
+FLOOR = "floor"
+EMPTY, ONE_ROW = "empty", "one row"
+WHOLE = "triggerExecution"
+"""Spark's name for all of a batch; the other phases are parts of it."""
+
+_WARM = 10
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Milliseconds by phase of each batch, by kind of batch."""
+
+    batches: dict[str, tuple[dict[str, int], ...]]
+
+    name: ClassVar[str] = FLOOR
+    faults: ClassVar[tuple[str, ...]] = ()
+
+    def phases(self, kind: str) -> dict[str, dict[str, float]]:
+        """The spread of each phase in milliseconds, the longest first."""
+        found = self.batches[kind]
+        phases = {phase: [batch.get(phase, 0) for batch in found] for phase in found[0]}
+        return {phase: spread(each) for phase, each in sorted(phases.items(), key=lambda item: -median(item[1]))}
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        return {kind: {"phases": self.phases(kind), "batches": found} for kind, found in self.batches.items()}
+
+    def as_text(self) -> str:
+        """A row a phase."""
+        body = [
+            [kind, phase, *(f"{each[name]:.0f}" for name in ("median", "min", "max"))]
+            for kind in self.batches
+            for phase, each in self.phases(kind).items()
+        ]
+        return text_table(["batch", "phase", "ms", "min", "max"], body)
+
+
+def measure(batches: int) -> Floor:
+    """Let a stream take some batches of each kind, one after the other.
+
+    :raises WrongResult: when one is not applied, or source and target differ at the end.
+    """
+    with laboratory() as lab:
+        create_database(lab.source, FLOOR)
+        create_database(lab.target, FLOOR)
+        execute(lab.source.dsn(FLOOR), TABLE_DDL)
+        pipeline = replace(lab.pipeline(FLOOR, FLOOR), snapshot=SnapshotSettings(mode="never"))
+        commands.provision(pipeline)
+        found = _follow(lab.spark, pipeline, batches)
+        lab.check_equal(FLOOR, FLOOR, FLOOR)
+        commands.drop(pipeline)
+    return Floor(found)
+
+
+def _follow(spark: SparkSession, pipeline: Pipeline, batches: int) -> dict[str, tuple[dict[str, int], ...]]:
+    dsn, done = pipeline.source.dsn, StreamProgress(0)
+
+    def tell(progress: StreamProgress) -> None:
+        nonlocal done
+        done = progress
+
+    def write_row(row: int) -> None:
+        fill(dsn, row, row)
+        check(True, await_condition(lambda: done.changes >= row, _SECONDS, 0.005), "a row applied")
+
+    def write_message(_: int) -> None:
+        with connected(dsn) as connection:
+            marker = emit_marker(connection, FLOOR)
+        check(True, await_condition(lambda: done.applied >= marker, _SECONDS, 0.005), "a message passed")
+
+    with run_part(pipeline, "stream", None) as (run, record), ThreadPoolExecutor(1) as thread:
+        following = thread.submit(StreamJob(spark, run, record, tell).follow, None)
+        try:
+            for row in range(1, _WARM + 1):
+                write_row(row)
+            rows = range(_WARM + 1, _WARM + batches + 1)
+            found = {EMPTY: _batches(spark, write_message, rows), ONE_ROW: _batches(spark, write_row, rows)}
+        finally:
+            run.ask_to_stop()
+        following.result()
+    return found
+
+
+def _batches(spark: SparkSession, write: Callable[[int], None], numbers: range) -> tuple[dict[str, int], ...]:
+    """What Spark says of the batches that are run while something is written again and again."""
+    (query,) = spark.streams.active
+    last = max(_reported(query))
+
+    def news() -> list[dict[str, int]]:
+        return [durations for batch, durations in _reported(query).items() if batch > last]
+
+    for number in numbers:
+        write(number)
+    found = await_condition(lambda: len(news()) >= len(numbers), _SECONDS, 0.05)
+    check(True, found, "batches reported by Spark")
+    return tuple(news())
+
+
+def _reported(query: StreamingQuery) -> dict[int, dict[str, int]]:
+    """The durations of the last batches by number; Spark also reports triggers without one."""
+    return {each.batchId: each.durationMs for each in query.recentProgress if "addBatch" in each.durationMs}

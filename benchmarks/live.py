@@ -1,0 +1,144 @@
+"""A pipeline that follows what is being written, in processes of its own, as users start it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.run import existing_record
+from airflow_cdc_provider.engine.slot import emit_marker
+from benchmarks.lab import TABLE_DDL, checksum, create_database, execute
+from benchmarks.processes import Meter
+from benchmarks.report import WrongResult, check
+
+MAX_BATCH_BYTES = 16 << 20
+CATCH_UP_SECONDS = 180.0
+
+_NAME = "live"
+
+
+@dataclass(frozen=True)
+class Live:
+    """A provisioned pipeline from one server's table to another's, without a snapshot.
+
+    :param file: the pipeline file.
+    """
+
+    source: PostgresServer
+    target: PostgresServer
+    file: Path
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What the file says."""
+        return Pipeline.load(self.file)
+
+    @property
+    def dsns(self) -> tuple[str, str]:
+        """The databases of source and target."""
+        return self.source.dsn(_NAME), self.target.dsn(_NAME)
+
+    @contextmanager
+    def stream(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Run ``airflow-cdc stream``.
+
+        :raises WrongResult: when it has not ended well.
+        """
+        script, log = Path(sys.executable).with_name("airflow-cdc"), self.file.with_name("stream.log")
+        with log.open("wb") as output:
+            command = subprocess.Popen(
+                [str(script), "stream", "--pipeline", str(self.file)],
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            yield command
+            self.check_running(command)
+            command.terminate()
+            check(0, command.wait(CATCH_UP_SECONDS), "exit code of the stream")
+        except WrongResult:
+            print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+            raise
+        finally:
+            _end_session(command.pid)
+            command.wait()
+
+    def check_running(self, command: subprocess.Popen[bytes]) -> None:
+        """Refuse a stream that has ended by itself."""
+        check(None, command.poll(), "exit code of the stream while it is needed")
+
+    def catch_up(self) -> None:
+        """Wait until everything that has been committed is applied."""
+        pipeline = self.pipeline
+        with connected(pipeline.source.dsn) as connection:
+            marker = emit_marker(connection, _NAME)
+        found = await_condition(lambda: existing_record(pipeline).applied >= marker, CATCH_UP_SECONDS, 0.2)
+        check(True, found, "the stream at the end of the log")
+
+    def check_equal(self, what: str) -> None:
+        """Compare both tables."""
+        source, target = self.dsns
+        check(checksum(source), checksum(target), f"{what}: rows and checksum")
+
+    def meter(self, command: subprocess.Popen[bytes]) -> Meter:
+        """Reads the processor time of everything."""
+        return Meter(command.pid, self.source, self.target)
+
+
+@contextmanager
+def live(stream: Mapping[str, Any], settings: Mapping[str, str] | None = None) -> Iterator[Live]:
+    """Start two servers, and provision a pipeline between them.
+
+    :param stream: section ``stream`` of the pipeline file.
+    :param settings: of the source.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="cdc-live-"))
+    directory.chmod(0o755)  # root's servers run as another user
+    try:
+        with (
+            PostgresServer.create(directory / "source", settings=settings) as source,
+            PostgresServer.create(directory / "target") as target,
+        ):
+            found = Live(source, target, directory / "pipeline.yaml")
+            for server in (source, target):
+                create_database(server, _NAME)
+            execute(found.dsns[0], TABLE_DDL)
+            document = {
+                "pipeline": _NAME,
+                "source": {"dsn": found.dsns[0], "tables": ["public.t"]},
+                "sink": {"dsn": found.dsns[1]},
+                "state": f"file://{directory / 'state'}",
+                "snapshot": {"mode": "never"},
+                "stream": dict(stream),
+                "spark": {"conf": {"spark.ui.enabled": "false", "spark.driver.memory": "1g"}},
+            }
+            found.file.write_text(yaml.safe_dump(document), encoding="utf-8")
+            commands.provision(found.pipeline)
+            yield found
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end_session(pid: int) -> None:
+    """Kill the processes that a command has started; they leave its process group, but not its session."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == pid:
+                process.kill()

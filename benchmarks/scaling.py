@@ -1,0 +1,245 @@
+"""Scaling: whether a change costs as much with more executors, more tables and longer backlogs.
+
+Every point drains a backlog into a mirror, as a warm session does it, and differs from the others of its axis in one
+number alone. Time begins with the slot's walsender and ends when the last unit is committed; the processor time of the
+job, the walsender and the target is taken over the same span. Executors are processes of their own with one core each
+(``local-cluster[n,1,1024]``), tables and backlogs are drained by ``local[2]``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import psycopg
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.config import Pipeline, SnapshotSettings, SparkSettings
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.run import run_part
+from airflow_cdc_provider.engine.session import spark_session
+from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.table import text_table
+from benchmarks.lab import ROW, TABLE_DDL, Lab, create_database, drop_database, execute, laboratory, query
+from benchmarks.processes import Meter
+from benchmarks.report import check, spread, tell
+
+SCALING = "scaling"
+EXECUTORS, TABLES, BACKLOG = "executors", "tables", "backlog"
+AXES = {EXECUTORS: (1, 2, 4), TABLES: (1, 10, 100, 1000), BACKLOG: (100_000, 1_000_000, 4_000_000)}
+
+_STEP = 100
+"""Changes of one table in a row: half of them inserts, half of them updates of what its step before inserted."""
+_STEPS_A_TRANSACTION = 10
+_TRANSACTION = _STEP * _STEPS_A_TRANSACTION
+_HALF = _STEP // 2
+_WARM_CHANGES = 20 * _TRANSACTION
+_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Drain:
+    """One drain of a backlog.
+
+    :param seconds: from the start of the walsender until all is committed.
+    :param cpu: seconds of processor time in that span by kind, see :mod:`.processes`.
+    """
+
+    seconds: float
+    cpu: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The repeats of one point.
+
+    :param x: where it lies on its axis.
+    """
+
+    x: int
+    changes: int
+    drains: tuple[Drain, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as JSON values; microseconds are a change's."""
+        spent = [sum(each.cpu.values()) for each in self.drains]
+        return {
+            "x": self.x,
+            "changes": self.changes,
+            "seconds": [round(each.seconds, 3) for each in self.drains],
+            "cpu": [{kind: round(seconds, 2) for kind, seconds in each.cpu.items()} for each in self.drains],
+            "changes_per_second": spread((self.changes / each.seconds for each in self.drains), 0),
+            "microseconds": spread(each.seconds / self.changes * 1e6 for each in self.drains),
+            "cpu_microseconds": spread(each / self.changes * 1e6 for each in spent),
+        }
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The points of each axis."""
+
+    axes: dict[str, tuple[Point, ...]]
+
+    name: ClassVar[str] = SCALING
+    faults: ClassVar[tuple[str, ...]] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        return {axis: [each.as_json() for each in points] for axis, points in self.axes.items()}
+
+    def as_text(self) -> str:
+        """A row a point."""
+        body = []
+        for axis, points in self.as_json().items():
+            for each in points:
+                rate, cost, cpu = (each[name] for name in ("changes_per_second", "microseconds", "cpu_microseconds"))
+                figures = (f"{each['x']:,}", f"{each['changes']:,}", f"{rate['median']:,.0f}")
+                range_ = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
+                body.append([axis, *figures, range_, f"{cost['median']:.1f}", f"{cpu['median']:.1f}"])
+        return text_table(["axis", "", "changes", "changes/s", "min-max", "µs a change", "CPU µs a change"], body)
+
+
+def measure(changes: int, repeat: int, axes: Mapping[str, Sequence[int]]) -> Scaling:
+    """Measure all points of some axes.
+
+    :param changes: of each drain, but for the axis :data:`BACKLOG`.
+    :param axes: the points of each axis of :data:`AXES`.
+    :raises WrongResult: when a mirror is not right.
+    """
+    whole = _whole(changes)
+    with laboratory() as lab:
+        _drains(lab, "warm", 1, min(whole, _WARM_CHANGES), 1)
+        found = {
+            TABLES: [_point(lab, TABLES, x, x, whole, repeat) for x in axes[TABLES]],
+            BACKLOG: [_point(lab, BACKLOG, x, 1, _whole(x), repeat) for x in axes[BACKLOG]],
+            EXECUTORS: [],
+        }
+        for x in axes[EXECUTORS]:
+            with _executors(lab, x) as other:
+                _drains(other, f"warm{x}", 1, min(whole, _WARM_CHANGES), 1)
+                found[EXECUTORS].append(_point(other, EXECUTORS, x, 1, whole, repeat))
+    return Scaling({axis: tuple(found[axis]) for axis in AXES if found[axis]})
+
+
+def _whole(changes: int) -> int:
+    return max(1, changes // _TRANSACTION) * _TRANSACTION
+
+
+@contextmanager
+def _executors(lab: Lab, count: int) -> Iterator[Lab]:
+    """The same servers with another session, in the same JVM; a JVM has one at a time."""
+    lab.spark.stop()
+    settings = SparkSettings(
+        f"local-cluster[{count},1,1024]", {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
+    )
+    with spark_session(replace(lab.pipeline("bench", "postgres"), spark=settings), "benchmark") as spark:
+        yield replace(lab, spark=spark)
+
+
+def _point(lab: Lab, axis: str, x: int, tables: int, changes: int, repeat: int) -> Point:
+    found = _drains(lab, f"{axis}{x}", tables, changes, repeat)
+    tell(f"{SCALING}, {x:,} {axis}", changes, min(each.seconds for each in found))
+    return Point(x, changes, found)
+
+
+def _drains(lab: Lab, database: str, tables: int, changes: int, repeat: int) -> tuple[Drain, ...]:
+    """Drain the same backlog some times, each into a mirror of its own."""
+    create_database(lab.source, database)
+    dsn = lab.source.dsn(database)
+    names = [f"t{n}" for n in range(tables)]
+    execute(dsn, *(TABLE_DDL.replace("public.t ", f"public.{name} ") for name in names), *map(_first_rows, names))
+    pipelines = [_provision(lab, database, f"{database}_{i}", names) for i in range(repeat)]
+    end = _write(dsn, tables, changes)
+    found = tuple(_drain(lab, pipeline, names, changes, end) for pipeline in pipelines)
+    drop_database(lab.source, database)
+    return found
+
+
+def _provision(lab: Lab, database: str, name: str, tables: Sequence[str]) -> Pipeline:
+    """A pipeline whose mirror has what is there before the backlog."""
+    create_database(lab.target, name)
+    pipeline = replace(
+        lab.pipeline(name, database, tables=[f"public.{table}" for table in tables]),  # type: ignore[arg-type]
+        snapshot=SnapshotSettings(mode="never"),
+    )
+    commands.provision(pipeline)
+    execute(lab.target.dsn(name), *map(_first_rows, tables))
+    return pipeline
+
+
+def _first_rows(table: str) -> str:
+    return f"INSERT INTO public.{table} SELECT {ROW} FROM generate_series(1::bigint, {_HALF}::bigint) AS n"
+
+
+def _write(dsn: str, tables: int, changes: int) -> int:
+    """Write a backlog, a step of one table after that of another, and return the LSN of a marker behind it."""
+    row = ROW.replace("'", "''")
+    text = f"""
+        DO $$ DECLARE low bigint; BEGIN FOR k IN 0..{changes // _STEP - 1} LOOP
+            low := k / {tables} * {_HALF};
+            EXECUTE format('INSERT INTO public.t%s SELECT {row.replace("%", "%%")}
+                FROM generate_series(%s::bigint, %s::bigint) AS n', k % {tables}, low + {_HALF} + 1, low + {_STEP});
+            EXECUTE format('UPDATE public.t%s SET amount = amount + 1, status = ''changed''
+                WHERE id BETWEEN %s AND %s', k % {tables}, low + 1, low + {_HALF});
+            IF (k + 1) % {_STEPS_A_TRANSACTION} = 0 THEN COMMIT; END IF;
+        END LOOP; END $$
+    """
+    execute(dsn, "SET synchronous_commit = off", text)
+    with connected(dsn) as source:
+        return emit_marker(source, "end")
+
+
+def _drain(lab: Lab, pipeline: Pipeline, tables: Sequence[str], changes: int, end: int) -> Drain:
+    source, target = pipeline.source.dsn, lab.target.dsn(pipeline.name)
+    lab.settle()
+    ended = 0.0
+    meter = Meter(os.getpid(), lab.source, lab.target)
+
+    def see(progress: StreamProgress) -> None:
+        nonlocal ended
+        if progress.applied >= end and not ended:
+            ended = time.time()
+
+    with run_part(pipeline, "stream", None) as (run, record), ThreadPoolExecutor(1) as thread:
+        following = thread.submit(StreamJob(lab.spark, run, record, see).follow, end)
+        try:
+            began = _walsender(source, pipeline.source.slot, following.done)
+            before = meter.read()
+            await_condition(lambda: bool(ended) or following.done(), 3600.0, 0.01)
+            cpu = meter.since(before)
+        finally:
+            run.ask_to_stop()
+        check(changes, following.result().changes, f"{SCALING}: changes")
+    for table in tables:
+        check(_checksum(source, table), _checksum(target, table), f"{SCALING}: rows and checksum of {table}")
+    commands.drop(pipeline)
+    drop_database(lab.target, pipeline.name)
+    del cpu["source"]  # which writes nothing meanwhile
+    return Drain(ended - began, cpu)
+
+
+def _walsender(dsn: str, slot: str, over: Callable[[], bool]) -> float:
+    """Wait until a slot's walsender has started, and return when that was."""
+    text = "SELECT extract(epoch FROM backend_start)::float8 FROM pg_stat_replication WHERE application_name = %s"
+    began: list[float] = []
+
+    with psycopg.connect(dsn, autocommit=True) as connection:
+
+        def started() -> bool:
+            began.extend(at for (at,) in connection.execute(text, [f"airflow-cdc {slot}"]))
+            return bool(began) or over()
+
+        await_condition(started, _SECONDS, 0.02)
+    check(1, len(began), "walsenders of the slot")
+    return began[0]
+
+
+def _checksum(dsn: str, table: str) -> tuple[object, ...]:
+    return query(dsn, f"SELECT count(*), sum(hashtextextended(t::text, 0)) FROM public.{table} AS t")

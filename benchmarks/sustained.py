@@ -1,0 +1,169 @@
+"""Sustained load: how many changes a second are followed for minutes, and what they cost.
+
+Rates are tried for a short time each, upwards, until one is not held: until the target was once more than five seconds
+behind. The highest that was held is then written for minutes, and the next lower one if it is not held either. All of
+it runs against one stream, in processes of its own.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from airflow_cdc_provider.engine.table import text_table
+from benchmarks.lab import SERVER_SETTINGS
+from benchmarks.lag import Lag
+from benchmarks.live import MAX_BATCH_BYTES, Live, live
+from benchmarks.processes import KINDS
+from benchmarks.report import spread
+from benchmarks.samples import Sample, samples
+from benchmarks.writer import Writer
+
+SUSTAINED = "sustained"
+RATES = (1000, 2500, 5000, 10_000, 15_000, 20_000, 30_000, 40_000, 60_000, 80_000, 100_000)
+BEHIND_SECONDS = 5.0
+
+_PROBE_SECONDS = 30.0
+_WRITTEN = 0.95
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Load:
+    """What was written at one rate, and how the stream kept up.
+
+    :param rate: changes a second that were to be written.
+    :param cpu: seconds of processor time by kind, see :mod:`.processes`.
+    """
+
+    rate: int
+    seconds: float
+    samples: tuple[Sample, ...]
+    cpu: dict[str, float]
+
+    @property
+    def changes(self) -> int:
+        """How many changes were written between the first look and the last."""
+        return self.samples[-1].written - self.samples[0].written
+
+    @property
+    def written(self) -> float:
+        """Changes a second."""
+        return self.changes / (self.samples[-1].at - self.samples[0].at)
+
+    @property
+    def behind(self) -> float:
+        """The largest lag in seconds."""
+        return max(each.behind for each in self.samples)
+
+    @property
+    def held(self) -> bool:
+        """Whether all of it was written, and followed."""
+        return self.written >= _WRITTEN * self.rate and self.behind < BEHIND_SECONDS
+
+    @property
+    def cpu_per_million(self) -> dict[str, float]:
+        """Seconds of processor time by kind for a million changes."""
+        return {kind: round(seconds / self.changes * 1e6, 2) for kind, seconds in self.cpu.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        figures = {"written": round(self.written), "behind": self.behind, "held": self.held}
+        cpu = {"cpu_per_million": self.cpu_per_million}
+        return {"rate": self.rate, **figures, **cpu, "samples": [asdict(each) for each in self.samples]}
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """The search, and the long runs at the highest rate that was held."""
+
+    seconds: float
+    probes: tuple[Load, ...]
+    holds: tuple[Load, ...]
+
+    name: ClassVar[str] = SUSTAINED
+
+    @property
+    def rate(self) -> int:
+        """The highest rate that was held in all long runs; 0 for none."""
+        return 0 if self.faults else self.holds[-1].rate
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """That no rate was held."""
+        return () if self.holds and self.holds[-1].held else ("the lowest rate is not held",)
+
+    @property
+    def steady(self) -> tuple[Load, ...]:
+        """The long runs at the rate that was held."""
+        return tuple(each for each in self.holds if each.held and each.rate == self.rate)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        costs = [each.cpu_per_million for each in self.steady]
+        return {
+            "seconds": self.seconds,
+            "bound": BEHIND_SECONDS,
+            "rate": self.rate,
+            "cpu_per_million": {kind: spread((cost[kind] for cost in costs), 2) for kind in KINDS if costs},
+            "probes": [each.as_json() for each in self.probes],
+            "holds": [each.as_json() for each in self.holds],
+        }
+
+    def as_text(self) -> str:
+        """Every rate, and what the last of the long runs cost."""
+        body = [_row("probe", each) for each in self.probes] + [_row("hold", each) for each in self.holds]
+        head = ["", "changes/s", "written/s", "s behind", "retained MiB", "held", *KINDS]
+        return f"CPU seconds a million changes by kind\n{text_table(head, body)}"
+
+
+def _row(name: str, load: Load) -> list[str]:
+    retained = max(each.retained for each in load.samples) / _MIB
+    cost = [f"{load.cpu_per_million[kind]:.1f}" for kind in KINDS]
+    figures = [f"{load.rate:,}", f"{load.written:,.0f}", f"{load.behind:.1f}", f"{retained:.0f}"]
+    return [name, *figures, "yes" if load.held else "no", *cost]
+
+
+def measure(seconds: float, repeat: int, rates: Sequence[int]) -> Sustained:
+    """Search the highest rate that is held, and hold it.
+
+    :param seconds: how long each of the long runs takes.
+    :param repeat: how many of them.
+    :raises WrongResult: when the stream ends by itself, or source and target differ at the end.
+    """
+    stream = {"trigger": "500 milliseconds", "max_batch_bytes": MAX_BATCH_BYTES, "heartbeat": "5 seconds"}
+    settings = {name: value for name, value in SERVER_SETTINGS.items() if name != "autovacuum"}  # it runs for minutes
+    with live(stream, settings) as scene:
+        with scene.stream() as command:
+            scene.catch_up()
+            probe = min(_PROBE_SECONDS, seconds)
+            _load(scene, command, min(rates), probe)  # warms everything
+            probes: list[Load] = []
+            for rate in sorted(rates):
+                probes.append(_load(scene, command, rate, probe))
+                if not probes[-1].held:
+                    break
+            holds: list[Load] = []
+            for rate in sorted((each.rate for each in probes if each.held), reverse=True):
+                for _ in range(repeat):
+                    holds.append(_load(scene, command, rate, seconds))
+                    if not holds[-1].held:
+                        break
+                if holds[-1].held:
+                    break
+        scene.check_equal(SUSTAINED)
+    return Sustained(seconds, tuple(probes), tuple(holds))
+
+
+def _load(scene: Live, command: subprocess.Popen[bytes], rate: int, seconds: float) -> Load:
+    """Write at a rate, and wait until all of it is applied."""
+    print(f"{SUSTAINED}: {rate:,} changes a second", file=sys.stderr)
+    meter = scene.meter(command)
+    before = meter.read()
+    with Lag(scene) as lag, Writer(scene.dsns[0], rate) as writer:
+        found = tuple(samples(scene, command, writer, lag, seconds, min(2.0, seconds / 10)))
+    scene.catch_up()
+    return Load(rate, seconds, found, meter.since(before))
