@@ -15,7 +15,8 @@ from pathlib import Path
 
 from airflow_cdc_provider.engine.errors import CdcError
 from benchmarks import kafka, parsing, snapshot, soak, stream
-from benchmarks.lab import laboratory, query
+from benchmarks.lab import DELTA, laboratory, query
+from benchmarks.outlets import OUTLETS
 from benchmarks.report import Series, WrongResult, as_json, as_text, describe_machine
 
 SNAPSHOT = "snapshot"
