@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_cdc_provider.engine.errors import CdcError
-from benchmarks import kafka, parsing, snapshot, soak, stream
-from benchmarks.lab import DELTA, laboratory, query
-from benchmarks.outlets import OUTLETS
+from benchmarks import kafka, parsing, snapshot, soak, throughput
 from benchmarks.report import Series, WrongResult, as_json, as_text, describe_machine
+from benchmarks.shapes import Shape
 
-SNAPSHOT = "snapshot"
-CASES = (SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
-"""What is measured by default; Kafka, the soak, which takes minutes, and the parsing of Dags only by name."""
+CASES = throughput.DEFAULT
+"""What is measured by default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,20 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _parsing(options)
     if kafka.KAFKA in options.cases:
         return _kafka(options)
-    cases = frozenset(options.cases or CASES)
-    series: list[Series] = []
     load = os.getloadavg()[0]
+    shapes = options.shape or [Shape()]
     try:
-        with laboratory() as lab:
-            if SNAPSHOT in cases:
-                series += snapshot.measure(lab, options.rows, options.repeat)
-            if cases - {SNAPSHOT}:
-                series += stream.measure(lab, options.rows, options.repeat, cases)
-            (version,) = query(lab.source.dsn(), "SHOW server_version")
+        series = throughput.measure(
+            options.cases or CASES, options.rows, options.repeat, shapes, options.readers or [snapshot.READERS]
+        )
     except (WrongResult, CdcError) as e:
         print(f"benchmark failed: {e}", file=sys.stderr)
         return 1
-    _show(series, options, str(version), load)
+    _show(series, options, "16", load)
     return 0
 
 
@@ -101,10 +95,17 @@ def _parsing(options: argparse.Namespace) -> int:
 
 
 def _case(text: str) -> str:
-    known = (*CASES, kafka.KAFKA, soak.SOAK, parsing.PARSING)
+    known = (*throughput.CASES, kafka.KAFKA, soak.SOAK, parsing.PARSING)
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
     return text
+
+
+def _shape(text: str) -> Shape:
+    try:
+        return Shape.parse(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def _positive(text: str) -> int:
@@ -121,10 +122,15 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="case",
         type=_case,
-        help=f"{', '.join(CASES)}: all by default; or {kafka.KAFKA}; or {soak.SOAK}; or {parsing.PARSING}",
+        help=f"some of {', '.join(throughput.CASES)}, by default {', '.join(CASES)};"
+        f" or {kafka.KAFKA}; or {soak.SOAK}; or {parsing.PARSING}",
     )
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
+    parser.add_argument(
+        "--shape", type=_shape, action="append", help="of a backlog, such as wide or narrow,giant,500-tables"
+    )
+    parser.add_argument("--readers", type=_positive, nargs="+", metavar="N", help="chunks at a time of a snapshot")
     parser.add_argument("--seconds", type=_positive, default=600, help="how long the soak writes")
     parser.add_argument("--rate", type=_positive, default=2000, help="changes a second that the soak writes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file, too")

@@ -70,7 +70,7 @@ class Lab:
         :param names: further keys of its source; ``parallelism`` is the snapshot's.
         """
         sink = sink or {"dsn": self.target.dsn(name)}
-        return _pipeline(name, self.source.dsn(database), sink, self.directory, {}, **names)
+        return _pipeline(name, self.source.dsn(database), sink, self.directory, {}, 2, **names)
 
     def settle(self) -> None:
         """Write out what earlier cases have left in the servers' memory."""
@@ -83,15 +83,18 @@ class Lab:
         :raises WrongResult: when they differ.
         """
         for table in tables:
-            check(checksum(self.source.dsn(source), table), checksum(self.target.dsn(target), table), f"{what}, {table}")
+            check(
+                checksum(self.source.dsn(source), table), checksum(self.target.dsn(target), table), f"{what}, {table}"
+            )
 
 
 @contextmanager
-def laboratory(servers: Collection[str] = (), packages: Sequence[str] = ()) -> Iterator[Lab]:
+def laboratory(servers: Collection[str] = (), packages: Sequence[str] = (), cores: int = 2) -> Iterator[Lab]:
     """Start everything, and remove it at the end.
 
     :param servers: of :data:`MARIADB` and :data:`KAFKA`.
     :param packages: of Maven Central, which Spark shall have.
+    :param cores: how many tasks Spark runs at a time.
     :raises JarsMissing: when a package cannot be fetched.
     """
     directory = Path(tempfile.mkdtemp(prefix="cdc-bench-"))
@@ -110,7 +113,7 @@ def laboratory(servers: Collection[str] = (), packages: Sequence[str] = ()) -> I
             )
             conf = {**(DeltaSettings("").spark_conf if DELTA in packages else {})}
             conf |= {"spark.jars.packages": ",".join(packages)} if packages else {}
-            bench = _pipeline("bench", source.dsn(), {"dsn": target.dsn()}, directory, conf)
+            bench = _pipeline("bench", source.dsn(), {"dsn": target.dsn()}, directory, conf, cores)
             spark = started.enter_context(spark_session(bench, "benchmark"))
             yield Lab(source, target, spark, directory, mariadb, kafka)
     finally:
@@ -123,6 +126,7 @@ def _pipeline(
     sink: Mapping[str, Any],
     directory: Path,
     conf: Mapping[str, str],
+    cores: int,
     parallelism: int = 2,
     **names: Any,
 ) -> Pipeline:
@@ -135,7 +139,7 @@ def _pipeline(
             "snapshot": {"parallelism": parallelism},
             "stream": {"trigger": "0 seconds"},
             "spark": {
-                "master": "local[2]",
+                "master": f"local[{cores}]",
                 "conf": {"spark.ui.enabled": "false", "spark.log.level": "ERROR", **conf},
             },
         }

@@ -84,7 +84,12 @@ HUNDRED = Row("100-byte", _HUNDRED, _HUNDRED_VALUES, **_AMOUNT)
 KILOBYTE = Row("1-kb", f"{_HUNDRED}, body text NOT NULL", f"{_HUNDRED_VALUES}, repeat(md5(n::text), 28)", **_AMOUNT)
 # Out of line and not compressed; updates do not touch it, so that the log has it with inserts only.
 TOASTED = Row(
-    "toasted", "v int NOT NULL, body text STORAGE EXTERNAL", "(n % 1000)::int, repeat(md5(n::text), 250)", "v", "", "body"
+    "toasted",
+    "v int NOT NULL, body text STORAGE EXTERNAL",
+    "(n % 1000)::int, repeat(md5(n::text), 250)",
+    "v",
+    "",
+    "body",
 )
 ROWS = {row.name: row for row in (NARROW, HUNDRED, KILOBYTE, _wide(), TOASTED)}
 

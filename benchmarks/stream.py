@@ -83,14 +83,14 @@ def measure(lab: Lab, changes: int, repeat: int, cases: Collection[str], shapes:
     return series
 
 
-def _measure(
-    lab: Lab, database: str, changes: int, repeat: int, cases: Collection[str], shape: Shape
-) -> list[Series]:
+def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collection[str], shape: Shape) -> list[Series]:
     create_database(lab.source, database)
     execute(lab.source.dsn(database), *shape.ddl, *shape.fill(shape.half(changes)))
     execute(lab.source.dsn(database), f"CREATE PUBLICATION {PUBLICATION} FOR TABLE {', '.join(shape.names)}")
     pipelines = {
-        case: [_provision(lab, f"{database}_{case.removeprefix('stream-')}{i}", database, outlet) for i in range(repeat)]
+        case: [
+            _provision(lab, f"{database}_{case.removeprefix('stream-')}{i}", database, outlet) for i in range(repeat)
+        ]
         for case, outlet in PIPELINES.items()
         if case in cases
     }

@@ -20,7 +20,6 @@ from airflow_cdc_provider.engine.errors import CdcError
 from benchmarks.backlog import PUBLICATION, Backlog, drop_slot, walsender_start
 from benchmarks.lab import Lab
 from benchmarks.report import WrongResult, check
-from benchmarks.shapes import Shape
 
 COUNT, JSON, SNAPSHOT = "debezium-count", "debezium-json", "debezium-snapshot"
 VERSION = "3.2.0.Final"
@@ -77,7 +76,7 @@ def drain(backlog: Backlog, case: str) -> float:
     return seconds
 
 
-def snapshot(lab: Lab, database: str, shape: Shape, rows: int, keys: int) -> float:
+def snapshot(lab: Lab, database: str, rows: int, keys: int) -> float:
     """Read tables; the seconds from the start of the engine until the last row is counted."""
     slot = f"debezium_{database}"
     with _counting(lab, SNAPSHOT, database, slot, "initial_only", rows) as counter:
