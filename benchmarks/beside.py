@@ -38,7 +38,8 @@ def measure(lab: Lab, rows: int, repeat: int) -> list[Series]:
     execute(lab.source.dsn(_DATABASE), TABLE_DDL)
     fill(lab.source.dsn(_DATABASE), 1, rows)
     create_database(lab.source, _LOAD)
-    subprocess.run([*_pgbench(lab), "--initialize", f"--scale={_SCALE}", "--quiet", lab.source.dsn(_LOAD)], check=True)
+    command = [*_pgbench(lab), "--initialize", f"--scale={_SCALE}", "--quiet", lab.source.dsn(_LOAD)]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     taken: dict[str, list[float]] = {ALONE: [], BY_SNAPSHOT: [], BY_COPY: []}
 
     def note(case: str, work: Callable[[], None]) -> float:

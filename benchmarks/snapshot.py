@@ -38,7 +38,8 @@ def measure(
 
     :param readers: numbers of chunks at a time with which each case of ours is run.
     """
-    _measure(lab, "snapshot_warm", min(rows, _WARM_ROWS), 1, cases, Shape(row), readers)
+    if rows > _WARM_ROWS:
+        _measure(lab, "snapshot_warm", _WARM_ROWS, 1, cases, Shape(row), readers[:1])
     return _measure(lab, "snapshot", rows, repeat, cases, Shape(row), readers)
 
 
@@ -70,7 +71,6 @@ def _measure(
             seconds[case].append(run())
             tell(f"{case}{shape.title}", rows, seconds[case][-1])
     drop_database(lab.source, database)
-    others = tuple(f"{case}{shape.title}" for case in runs if case in peers)
     peer = f"{copies.COPY}{shape.title}"
     return [
         Series(
@@ -78,10 +78,17 @@ def _measure(
             rows,
             tuple(taken),
             None if case == copies.COPY else peer,
-            others if case in ours else (),
+            tuple(f"{other}{shape.title}" for other in _others(case) if other in runs),
         )
         for case, taken in seconds.items()
     ]
+
+
+def _others(case: str) -> tuple[str, ...]:
+    """Peers that a case is compared with beside ``COPY``."""
+    name = case.partition(",")[0]
+    like = {SNAPSHOT: (DUMP, jdbc.JDBC), f"{SNAPSHOT}-files": (jdbc.PARQUET,), f"{SNAPSHOT}-delta": (jdbc.PARQUET,)}
+    return (*like.get(name, ()), debezium.SNAPSHOT) if name in PIPELINES else ()
 
 
 def _copy(lab: Lab, database: str, shape: Shape) -> float:

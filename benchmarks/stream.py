@@ -78,7 +78,8 @@ def measure(lab: Lab, changes: int, repeat: int, cases: Collection[str], shapes:
     """Run ``pg_recvlogical`` and the cases, one after the other in every repeat, on backlogs of some shapes."""
     series = []
     for n, shape in enumerate(shapes):
-        _measure(lab, f"warm{n}", min(changes, _WARM_CHANGES), 1, cases, shape)
+        if changes > _WARM_CHANGES:
+            _measure(lab, f"warm{n}", _WARM_CHANGES, 1, cases, shape)
         series += _measure(lab, f"stream{n}", changes, repeat, cases, shape)
     return series
 
@@ -113,7 +114,6 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
             tell(f"{case}{shape.title}", backlog.changes, seconds[case][-1])
     backlog.discard()
     drop_database(lab.source, database)
-    peers = [f"{case}{shape.title}" for case in chosen if case in PEERS]
     return [
         Series(f"{case}{shape.title}", backlog.changes, tuple(seconds[case]))
         if case == RECVLOGICAL
@@ -122,10 +122,16 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
             backlog.changes,
             tuple(seconds[case]),
             f"{RECVLOGICAL}{shape.title}",
-            () if case in PEERS else tuple(peers),
+            tuple(f"{other}{shape.title}" for other in _others(case) if other in chosen),
         )
         for case in chosen
     ]
+
+
+def _others(case: str) -> tuple[str, ...]:
+    """Peers that a case is compared with beside ``pg_recvlogical``."""
+    into_postgres = (SUBSCRIPTION,) if case == MIRROR else ()
+    return () if case in PEERS else (*into_postgres, debezium.COUNT, debezium.JSON)
 
 
 def _provision(lab: Lab, name: str, database: str, outlet: Outlet) -> Pipeline:

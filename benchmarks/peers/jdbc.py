@@ -26,10 +26,11 @@ _PARTITIONS = 2
 def copy(lab: Lab, database: str, shape: Shape, rows: int) -> float:
     """Copy the table into an empty one with its primary key; the seconds that it takes."""
     with target(lab, database, shape, JDBC) as into:
-        url = f"{_url(into)}&reWriteBatchedInserts=true"
+        options = _options(into) | {"batchsize": _ROWS}
+        options["url"] += "&reWriteBatchedInserts=true"
         started = time.monotonic()
         read = _read(lab, database, rows)
-        read.write.format("jdbc").options(url=url, dbtable="public.t", batchsize=_ROWS).mode("append").save()
+        read.write.format("jdbc").options(**options).mode("append").save()
         return time.monotonic() - started
 
 
@@ -48,17 +49,16 @@ def to_parquet(lab: Lab, database: str, shape: Shape, rows: int) -> float:
 
 def _read(lab: Lab, database: str, rows: int) -> DataFrame:
     options = {
-        "url": _url(lab.source.dsn(database)),
-        "dbtable": "public.t",
         "fetchsize": _ROWS,
         "partitionColumn": "id",
         "lowerBound": "1",
         "upperBound": str(rows + 1),
         "numPartitions": str(_PARTITIONS),
     }
-    return lab.spark.read.format("jdbc").options(**options).load()
+    return lab.spark.read.format("jdbc").options(**_options(lab.source.dsn(database)), **options).load()
 
 
-def _url(dsn: str) -> str:
+def _options(dsn: str) -> dict[str, str]:
     parts = urlsplit(dsn)
-    return f"jdbc:postgresql://{parts.hostname}:{parts.port}{parts.path}?user={parts.username}"
+    url = f"jdbc:postgresql://{parts.hostname}:{parts.port}{parts.path}?user={parts.username}"
+    return {"url": url, "driver": "org.postgresql.Driver", "dbtable": "public.t"}
