@@ -36,7 +36,7 @@ from airflow_cdc_provider.engine.stream import StreamJob
 from benchmarks.backlog import PUBLICATION, Backlog, make_backlog, sums, walsender_start
 from benchmarks.lab import Lab, create_database, drop_database, execute
 from benchmarks.outlets import OUTLETS, Outlet
-from benchmarks.peers import debezium, subscription
+from benchmarks.peers import debezium, flink, subscription
 from benchmarks.peers.recvlogical import RECVLOGICAL
 from benchmarks.peers.recvlogical import drain as recvlogical
 from benchmarks.peers.subscription import SUBSCRIPTION
@@ -47,7 +47,7 @@ from benchmarks.sinks import NoopSink, ParquetSink
 NOOP, PARQUET, MIRROR = "stream-noop", "stream-parquet", "stream-mirror"
 PIPELINES = {f"stream-{name}": outlet for name, outlet in OUTLETS.items()}
 """Cases that are whole pipelines."""
-PEERS = (SUBSCRIPTION, debezium.COUNT, debezium.JSON)
+PEERS = (SUBSCRIPTION, debezium.COUNT, debezium.JSON, flink.FLINK)
 CASES = (NOOP, PARQUET, *PIPELINES, *PEERS)
 TRANSACTION = 1000
 """Changes of each transaction, of the default shape."""
@@ -101,6 +101,7 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
         SUBSCRIPTION: lambda i: subscription.drain(backlog, f"{database}_subscribed{i}"),
         debezium.COUNT: lambda i: debezium.drain(backlog, debezium.COUNT),
         debezium.JSON: lambda i: debezium.drain(backlog, debezium.JSON),
+        flink.FLINK: lambda i: flink.drain(backlog),
         NOOP: lambda i: _noop(backlog),
         PARQUET: lambda i: _parquet(backlog),
         **{case: partial(_pipeline, backlog, case, ours) for case, ours in pipelines.items()},
@@ -131,7 +132,7 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
 def _others(case: str) -> tuple[str, ...]:
     """Peers that a case is compared with beside ``pg_recvlogical``."""
     into_postgres = (SUBSCRIPTION,) if case == MIRROR else ()
-    return () if case in PEERS else (*into_postgres, debezium.COUNT, debezium.JSON)
+    return () if case in PEERS else (*into_postgres, debezium.COUNT, debezium.JSON, flink.FLINK)
 
 
 def _provision(lab: Lab, name: str, database: str, outlet: Outlet) -> Pipeline:

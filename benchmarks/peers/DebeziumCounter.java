@@ -10,7 +10,7 @@ import org.apache.kafka.connect.data.Struct;
 import org.apache.kafka.connect.source.SourceRecord;
 
 /** Counts what Debezium's engine brings of tables, and sums their keys up. */
-public class Counter {
+public class DebeziumCounter {
     private static long count = 0;
     private static long keys = 0;
 
@@ -22,7 +22,7 @@ public class Counter {
         }
         var wanted = Long.parseLong(args[2]);
         if (args[1].equals("json")) {
-            run(Json.class, properties, wanted, Counter::keyOfJson);
+            run(Json.class, properties, wanted, DebeziumCounter::keyOfJson);
         } else {
             run(Connect.class, properties, wanted, event -> ((Struct) event.value().key()).getInt64("id"));
         }
@@ -63,7 +63,6 @@ public class Counter {
             .build();
         System.out.println("begins");
         new Thread(engine).start();
-        System.in.read();
-        Runtime.getRuntime().halt(0);
+        Thread.sleep(Long.MAX_VALUE);
     }
 }
