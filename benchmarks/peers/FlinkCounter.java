@@ -1,6 +1,7 @@
 import java.io.FileReader;
 import java.util.Properties;
 import org.apache.flink.api.common.eventtime.WatermarkStrategy;
+import org.apache.flink.api.common.restartstrategy.RestartStrategies;
 import org.apache.flink.api.common.typeinfo.TypeInformation;
 import org.apache.flink.api.common.typeinfo.Types;
 import org.apache.flink.cdc.connectors.base.options.StartupOptions;
@@ -38,6 +39,7 @@ public class FlinkCounter {
             .deserializer(new Keys())
             .build();
         var flink = StreamExecutionEnvironment.createLocalEnvironment(1);
+        flink.setRestartStrategy(RestartStrategies.noRestart());
         flink.enableCheckpointing(10_000);
         flink.fromSource(source, WatermarkStrategy.noWatermarks(), "changes").addSink(new Count(Long.parseLong(args[1])));
         System.out.println("begins");

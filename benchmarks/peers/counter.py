@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 from airflow_cdc_provider.demo.jars import HOME, fetch
 from airflow_cdc_provider.engine.errors import CdcError
@@ -19,6 +20,7 @@ from benchmarks.lab import Lab
 from benchmarks.report import WrongResult
 
 _LOG_CHARACTERS = 2000
+_SECONDS = 3600.0
 
 
 class JdkMissing(CdcError):
@@ -54,7 +56,9 @@ def class_path(name: str, packages: Sequence[str]) -> str:
     if shutil.which("javac") is None:
         raise JdkMissing("There is no javac on this machine.", "Install a JDK of Java 17 or newer.")
     jars = [fetch(package, HOME / name) for package in packages][-1]
-    return ":".join(map(str, jars))
+    # Flink's have classes in place of Debezium's own.
+    group = packages[0].partition(":")[0]
+    return ":".join(map(str, sorted(jars, key=lambda jar: not jar.name.startswith(f"{group}_"))))
 
 
 @contextmanager
@@ -82,7 +86,10 @@ def counting(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=err, text=True, cwd=lab.directory
         ) as process,
     ):
+        patience = Timer(_SECONDS, process.kill)
+        patience.start()
         try:
             yield Counter(process, log)
         finally:
+            patience.cancel()
             process.kill()
