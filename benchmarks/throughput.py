@@ -11,7 +11,18 @@ from benchmarks.peers import jdbc
 from benchmarks.report import Series
 from benchmarks.shapes import Shape
 
-CASES = (*snapshot.CASES, *stream.CASES, planning.PLANNING, beside.BESIDE)
+CASES = {
+    snapshot.SNAPSHOT: "the copy of a table into a mirror, against COPY",
+    **{case: f"the same, to {case.partition('-')[2]}" for case in snapshot.PIPELINES if case != snapshot.SNAPSHOT},
+    **dict.fromkeys(snapshot.PEERS, "a peer of snapshots"),
+    stream.NOOP: "a backlog of the log, decoded and thrown away, against pg_recvlogical",
+    stream.PARQUET: "the same, each change written to Parquet",
+    **{case: f"the same, to {case.partition('-')[2]}" for case in stream.PIPELINES},
+    **dict.fromkeys(stream.PEERS, "a peer of streams"),
+    planning.PLANNING: "cutting a large table into chunks",
+    beside.BESIDE: "pgbench beside a snapshot",
+}
+"""All that can be measured, and what it is."""
 DEFAULT = (snapshot.SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
 """Without servers beside Postgres, and without anything to be fetched."""
 
