@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.jars import JarsMissing
+from airflow_cdc_provider.demo.jars import JarsMissing, fetch
+from benchmarks.lab import JDBC
 from benchmarks.peers import debezium
 from benchmarks.peers.counter import JdkMissing
 from benchmarks.shapes import ROWS, Shape
@@ -32,6 +33,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.spark
 def test_other_stores_and_peers_run_and_are_right(tmp_path: Path) -> None:
     try:
+        fetch(JDBC)
         debezium.fetch_jars()
     except (JarsMissing, JdkMissing) as e:
         pytest.skip(e.message)
