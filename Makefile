@@ -100,8 +100,14 @@ kafka: $(INSTALLED) java
 	@echo "Fetching the jars of Kafka, unless they are there."; $(BIN)/python -m tests.kafka_server || \
 		echo "Tests against Kafka are skipped: its jars cannot be fetched from Maven Central." >&2
 
+# What the benchmarks compare with, as far as it is tested.
+.PHONY: peers
+peers: $(INSTALLED) java
+	@echo "Fetching the jars of Debezium, unless they are there."; $(BIN)/python -m benchmarks.peers || \
+		echo "Tests of the benchmarks beside Debezium and Spark's JDBC are skipped: they need Maven Central and a JDK." >&2
+
 .PHONY: test
-test: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka ## run all tests (PROCESSES=n at a time, 3 by default)
+test: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka peers ## run all tests (PROCESSES=n at a time, 3 by default)
 	$(PYTEST)
 
 .PHONY: test-fast

@@ -18,11 +18,9 @@ from typing import Any
 
 from airflow_cdc_provider.demo.servers import find_binaries
 from airflow_cdc_provider.engine.errors import CdcError
-from benchmarks import floor, kafka, latency, parsing, scaling, snapshot, soak, startup, stream, sustained
-from benchmarks.lab import laboratory
+from benchmarks import floor, kafka, latency, parsing, scaling, snapshot, soak, startup, sustained, throughput
 from benchmarks.report import Finding, Series, WrongResult, as_json, as_text, describe_machine
-
-SNAPSHOT = "snapshot"
+from benchmarks.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -39,13 +37,8 @@ class Case:
 
 
 def _throughput(options: argparse.Namespace, names: frozenset[str]) -> list[Series]:
-    series: list[Series] = []
-    with laboratory() as lab:
-        if SNAPSHOT in names:
-            series += snapshot.measure(lab, options.rows, options.repeat)
-        if names - {SNAPSHOT}:
-            series += stream.measure(lab, options.rows, options.repeat, names)
-    return series
+    shapes, readers = options.shape or [Shape()], options.readers or [snapshot.READERS]
+    return throughput.measure(names, options.rows, options.repeat, shapes, readers)
 
 
 def _sustained(options: argparse.Namespace, _: frozenset[str]) -> Finding:
@@ -61,10 +54,7 @@ def _scaling(options: argparse.Namespace, _: frozenset[str]) -> Finding:
 
 
 CASES = {
-    SNAPSHOT: Case(_throughput, "the copy of a table"),
-    stream.NOOP: Case(_throughput, "a backlog of the log, decoded and thrown away"),
-    stream.PARQUET: Case(_throughput, "the same, written to Parquet"),
-    stream.MIRROR: Case(_throughput, "the same, into a mirror"),
+    **{name: Case(_throughput, text, name in throughput.DEFAULT) for name, text in throughput.CASES.items()},
     latency.LATENCY: Case(_latency, "from a commit to the row in the mirror, at several rates"),
     floor.FLOOR: Case(lambda options, _: floor.measure(options.batches), "what the smallest batches take, by phase"),
     sustained.SUSTAINED: Case(_sustained, "the rate that is followed for minutes, and what it costs"),
@@ -141,6 +131,13 @@ def _case(text: str) -> str:
     return text
 
 
+def _shape(text: str) -> Shape:
+    try:
+        return Shape.parse(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -150,7 +147,7 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     table = "\n".join(
-        f"  {name:16}{case.help}{'' if case.default else ' (by name only)'}" for name, case in CASES.items()
+        f"  {name:19}{case.help}{'' if case.default else ' (by name only)'}" for name, case in CASES.items()
     )
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -160,6 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("cases", nargs="*", metavar="case", type=_case, help="what to measure; by default nearly all")
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
+    parser.add_argument(
+        "--shape", type=_shape, action="append", help="of a backlog, such as wide or narrow,giant,500-tables"
+    )
+    parser.add_argument("--readers", type=_positive, nargs="+", metavar="N", help="chunks at a time of a snapshot")
     parser.add_argument("--seconds", type=_positive, help="of each run of latency (30), sustained (300) and soak (600)")
     parser.add_argument("--rate", type=_positive, default=2000, help="changes a second that the soak writes")
     parser.add_argument(

@@ -1,43 +1,35 @@
-"""Where benchmarks run: two Postgres servers and a Spark session, all started for the purpose."""
+"""Where benchmarks run: two Postgres servers, what else is asked for, and a Spark session, all started for it."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from psycopg import sql
 from pyspark.sql import SparkSession
 
+from airflow_cdc_provider.demo.jars import at_hand
+from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.session import spark_session
+from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE as DELTA
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from benchmarks.report import check
+from benchmarks.shapes import HUNDRED
 
 SCHEMA = "public"
 TABLE = "t"
 
-# A row is about 100 bytes, as text and on the wire.
-TABLE_DDL = """
-CREATE TABLE public.t (
-    id bigint PRIMARY KEY,
-    customer int NOT NULL,
-    status text NOT NULL,
-    amount numeric(12, 2) NOT NULL,
-    created_at timestamptz NOT NULL,
-    note text,
-    paid boolean NOT NULL,
-    code text NOT NULL
-)
-"""
-ROW = """
-    n, (n * 31 % 100000)::int, (ARRAY['new', 'paid', 'sent', 'done'])[1 + n % 4], (n * 7919 % 1000003)::numeric / 100,
-    timestamptz '2024-01-01 00:00+00' + n * interval '61 seconds', md5(n::text), n % 3 = 0, 'item-' || n % 5000
-"""
+TABLE_DDL = HUNDRED.ddl(TABLE)
+ROW = f"n, {HUNDRED.values}"
 
 # What is measured is the copying, so a checkpoint must not fall into one case and spare the other.
 SERVER_SETTINGS = {
@@ -45,9 +37,15 @@ SERVER_SETTINGS = {
     "max_wal_size": "8GB",
     "checkpoint_timeout": "30min",
     "autovacuum": "off",
-    "max_replication_slots": "40",
-    "max_wal_senders": "40",
+    "max_replication_slots": "200",
+    "max_wal_senders": "200",
 }
+
+
+MARIADB_SETTINGS = {"innodb_buffer_pool_size": "512M"}
+
+MARIADB, KAFKA = "mariadb", "kafka"
+JDBC = "org.postgresql:postgresql:42.7.7"
 
 
 @dataclass(frozen=True)
@@ -55,58 +53,95 @@ class Lab:
     """The servers, the session, and a directory for state and output.
 
     :param spark: a warm session; its start is no part of any figure.
+    :param mariadb, kafka: there are those that were asked for.
     """
 
     source: PostgresServer
     target: PostgresServer
     spark: SparkSession
     directory: Path
+    mariadb: MariadbServer | None = None
+    kafka: KafkaServer | None = None
 
-    def pipeline(self, name: str, database: str, **names: str) -> Pipeline:
-        """A pipeline that mirrors the source's ``database`` into the target's database ``name``.
+    def pipeline(self, name: str, database: str, sink: Mapping[str, Any] | None = None, **names: Any) -> Pipeline:
+        """A pipeline from the source's ``database``.
 
-        :param names: further keys of its source.
+        :param sink: by default a mirror in the target's database ``name``.
+        :param names: further keys of its source; ``parallelism`` is the snapshot's.
         """
-        return _pipeline(name, self.source.dsn(database), self.target.dsn(name), self.directory, **names)
+        sink = sink or {"dsn": self.target.dsn(name)}
+        return _pipeline(name, self.source.dsn(database), sink, self.directory, {}, 2, **names)
 
     def settle(self) -> None:
         """Write out what earlier cases have left in the servers' memory."""
         for server in (self.source, self.target):
             execute(server.dsn(), "CHECKPOINT")
 
-    def check_equal(self, source: str, target: str, what: str) -> None:
-        """Compare the table in two databases.
+    def check_equal(self, source: str, target: str, what: str, tables: Sequence[str] = (TABLE,)) -> None:
+        """Compare tables in two databases.
 
         :raises WrongResult: when they differ.
         """
-        check(checksum(self.source.dsn(source)), checksum(self.target.dsn(target)), what)
+        for table in tables:
+            check(
+                checksum(self.source.dsn(source), table), checksum(self.target.dsn(target), table), f"{what}, {table}"
+            )
 
 
 @contextmanager
-def laboratory() -> Iterator[Lab]:
-    """Start everything, and remove it at the end."""
+def laboratory(servers: Collection[str] = (), packages: Sequence[str] = (), cores: int = 2) -> Iterator[Lab]:
+    """Start everything, and remove it at the end.
+
+    :param servers: of :data:`MARIADB` and :data:`KAFKA`.
+    :param packages: of Maven Central, which Spark shall have.
+    :param cores: how many tasks Spark runs at a time.
+    :raises JarsMissing: when a package cannot be fetched.
+    """
     directory = Path(tempfile.mkdtemp(prefix="cdc-bench-"))
     directory.chmod(0o755)  # root's servers run as another user
     try:
-        with (
-            PostgresServer.create(directory / "source", settings=SERVER_SETTINGS) as source,
-            PostgresServer.create(directory / "target", settings=SERVER_SETTINGS) as target,
-            spark_session(_pipeline("bench", source.dsn(), target.dsn(), directory), "benchmark") as spark,
-        ):
-            yield Lab(source, target, spark, directory)
+        with ExitStack() as started:
+            for package in packages:
+                started.enter_context(at_hand(package))
+            source, target = (
+                started.enter_context(PostgresServer.create(directory / name, settings=SERVER_SETTINGS))
+                for name in ("source", "target")
+            )
+            mariadb, kafka = (
+                started.enter_context(kind.create(directory / name, settings)) if name in servers else None
+                for name, kind, settings in ((MARIADB, MariadbServer, MARIADB_SETTINGS), (KAFKA, KafkaServer, None))
+            )
+            conf = {**(DeltaSettings("").spark_conf if DELTA in packages else {})}
+            conf |= {"spark.jars.packages": ",".join(packages)} if packages else {}
+            bench = _pipeline("bench", source.dsn(), {"dsn": target.dsn()}, directory, conf, cores)
+            spark = started.enter_context(spark_session(bench, "benchmark"))
+            yield Lab(source, target, spark, directory, mariadb, kafka)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _pipeline(name: str, source: str, target: str, directory: Path, **names: str) -> Pipeline:
+def _pipeline(
+    name: str,
+    source: str,
+    sink: Mapping[str, Any],
+    directory: Path,
+    conf: Mapping[str, str],
+    cores: int,
+    parallelism: int = 2,
+    **names: Any,
+) -> Pipeline:
     return Pipeline.parse(
         {
             "pipeline": name,
-            "source": {"dsn": source, "tables": [f"{SCHEMA}.{TABLE}"], **names},
-            "sink": {"dsn": target},
+            "source": {"dsn": source, "tables": [f"{SCHEMA}.*"], **names},
+            "sink": dict(sink),
             "state": f"file://{directory / 'state' / name}",
+            "snapshot": {"parallelism": parallelism},
             "stream": {"trigger": "0 seconds"},
-            "spark": {"master": "local[2]", "conf": {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}},
+            "spark": {
+                "master": f"local[{cores}]",
+                "conf": {"spark.ui.enabled": "false", "spark.log.level": "ERROR", **conf},
+            },
         }
     )
 
@@ -126,9 +161,9 @@ def query(dsn: str, text: str, *parameters: object) -> tuple[object, ...]:
     return tuple(row)
 
 
-def checksum(dsn: str) -> tuple[object, ...]:
+def checksum(dsn: str, table: str = TABLE) -> tuple[object, ...]:
     """Number of rows, and a sum of hashes over all their values."""
-    return query(dsn, "SELECT count(*), sum(hashtextextended(t::text, 0)) FROM public.t")
+    return query(dsn, f"SELECT count(*), sum(hashtextextended(t::text, 0)) FROM public.{table} AS t")
 
 
 def create_database(server: PostgresServer, name: str) -> None:
@@ -145,4 +180,4 @@ def drop_database(server: PostgresServer, name: str) -> None:
 
 def fill(dsn: str, first: int, last: int) -> None:
     """Insert the rows numbered from ``first`` to ``last``."""
-    execute(dsn, f"INSERT INTO public.t SELECT {ROW} FROM generate_series({first}::bigint, {last}::bigint) AS n")
+    execute(dsn, HUNDRED.insert(TABLE, first, last))

@@ -1,77 +1,125 @@
-"""The snapshot: chunks copied by Spark tasks, against one psql that writes into another.
+"""The snapshot: chunks copied by Spark tasks into sinks, against other programs that copy the same table.
 
-Both write into an empty table whose primary key is in place. Planning the chunks
-is not measured; taking snapshots, locks, markers and commits of chunks is.
+All write into an empty table whose primary key is in place, or into an empty folder or topic. Planning the chunks is
+not measured here; taking snapshots, locks, markers and commits of chunks is.
 """
 
 from __future__ import annotations
 
-import subprocess
 import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
-from benchmarks.lab import TABLE_DDL, Lab, create_database, drop_database, execute, fill
+from benchmarks.backlog import PUBLICATION, sums
+from benchmarks.lab import Lab, create_database, drop_database, execute
+from benchmarks.outlets import OUTLETS, Outlet
+from benchmarks.peers import copies, debezium, jdbc
 from benchmarks.report import Series, check, tell
+from benchmarks.shapes import Row, Shape
 
-COPY = "copy | copy"
+SNAPSHOT = "snapshot"
+PIPELINES = {(SNAPSHOT if name == "mirror" else f"{SNAPSHOT}-{name}"): outlet for name, outlet in OUTLETS.items()}
+DUMP = "pg_dump"
+PEERS = (DUMP, jdbc.JDBC, jdbc.PARQUET, debezium.SNAPSHOT)
+CASES = (*PIPELINES, *PEERS)
+READERS = 2
+"""Chunks at a time, by default."""
+
 _WARM_ROWS = 20_000
 
 
-def measure(lab: Lab, rows: int, repeat: int) -> list[Series]:
-    """Run both cases, one after the other in every repeat, so that the machine's moods fall on both."""
-    _measure(lab, "snapshot_warm", min(rows, _WARM_ROWS), 1)
-    return _measure(lab, "snapshot", rows, repeat)
+def measure(
+    lab: Lab, rows: int, repeat: int, cases: Collection[str], row: Row, readers: Sequence[int] = (READERS,)
+) -> list[Series]:
+    """Run ``COPY`` and the cases, one after the other in every repeat, so that the machine's moods fall on all.
+
+    :param readers: numbers of chunks at a time with which each case of ours is run.
+    """
+    if rows > _WARM_ROWS:
+        _measure(lab, "snapshot_warm", _WARM_ROWS, 1, cases, Shape(row), readers[:1])
+    return _measure(lab, "snapshot", rows, repeat, cases, Shape(row), readers)
 
 
-def _measure(lab: Lab, database: str, rows: int, repeat: int) -> list[Series]:
+def _measure(
+    lab: Lab, database: str, rows: int, repeat: int, cases: Collection[str], shape: Shape, readers: Sequence[int]
+) -> list[Series]:
     create_database(lab.source, database)
     dsn = lab.source.dsn(database)
-    execute(dsn, TABLE_DDL)
-    fill(dsn, 1, rows)
-    execute(dsn, "VACUUM ANALYZE public.t")
-    copied, ours = [], []
+    publication = f"CREATE PUBLICATION {PUBLICATION} FOR TABLE public.t"
+    execute(dsn, *shape.ddl, *shape.fill(rows), "VACUUM ANALYZE public.t", publication)
+    peers: dict[str, Callable[[], float]] = {
+        DUMP: lambda: _dump(lab, database, shape),
+        jdbc.JDBC: lambda: jdbc.copy(lab, database, shape, rows),
+        jdbc.PARQUET: lambda: jdbc.to_parquet(lab, database, shape, rows),
+        debezium.SNAPSHOT: lambda: debezium.snapshot(lab, database, rows, rows * (rows + 1) // 2),
+    }
+    ours = {
+        case if n == READERS else f"{case}, {n} reader{'s' if n > 1 else ''}": partial(
+            _chunks, lab, database, case, outlet, shape, rows, n
+        )
+        for case, outlet in PIPELINES.items()
+        for n in readers
+        if case in cases
+    }
+    runs = {copies.COPY: lambda: _copy(lab, database, shape), **{c: p for c, p in peers.items() if c in cases}, **ours}
+    seconds: dict[str, list[float]] = {case: [] for case in runs}
     for _ in range(repeat):
-        copied.append(_copy(lab, database))
-        tell(COPY, rows, copied[-1])
-        ours.append(_chunks(lab, database, rows))
-        tell("snapshot", rows, ours[-1])
+        for case, run in runs.items():
+            seconds[case].append(run())
+            tell(f"{case}{shape.title}", rows, seconds[case][-1])
     drop_database(lab.source, database)
-    return [Series(COPY, rows, tuple(copied)), Series("snapshot", rows, tuple(ours), COPY)]
+    peer = f"{copies.COPY}{shape.title}"
+    return [
+        Series(
+            f"{case}{shape.title}",
+            rows,
+            tuple(taken),
+            None if case == copies.COPY else peer,
+            tuple(f"{other}{shape.title}" for other in _others(case) if other in runs),
+        )
+        for case, taken in seconds.items()
+    ]
 
 
-def _copy(lab: Lab, database: str) -> float:
-    """One ``COPY TO STDOUT`` piped into one ``COPY FROM STDIN``."""
-    create_database(lab.target, database)
-    target = lab.target.dsn(database)
-    execute(target, TABLE_DDL)
-    lab.settle()
-    psql = [str(lab.source.binaries / "psql"), "--no-psqlrc", "--quiet", "--command"]
-    started = time.monotonic()
-    with subprocess.Popen(
-        [*psql, "COPY (SELECT * FROM public.t) TO STDOUT", lab.source.dsn(database)], stdout=subprocess.PIPE
-    ) as reader:
-        writer = subprocess.run([*psql, "COPY public.t FROM STDIN", target], stdin=reader.stdout, check=False)
-    seconds = time.monotonic() - started
-    check((0, 0), (reader.returncode, writer.returncode), f"{COPY}: exit codes")
-    lab.check_equal(database, database, f"{COPY}: rows and checksum")
-    drop_database(lab.target, database)
-    return seconds
+def _others(case: str) -> tuple[str, ...]:
+    """Peers that a case is compared with beside ``COPY``."""
+    name = case.partition(",")[0]
+    like = {SNAPSHOT: (DUMP, jdbc.JDBC), f"{SNAPSHOT}-files": (jdbc.PARQUET,), f"{SNAPSHOT}-delta": (jdbc.PARQUET,)}
+    return (*like.get(name, ()), debezium.SNAPSHOT) if name in PIPELINES else ()
 
 
-def _chunks(lab: Lab, database: str, rows: int) -> float:
+def _copy(lab: Lab, database: str, shape: Shape) -> float:
+    with copies.target(lab, database, shape, copies.COPY) as into:
+        started = time.monotonic()
+        copies.copy(lab, lab.source.dsn(database), into)
+        return time.monotonic() - started
+
+
+def _dump(lab: Lab, database: str, shape: Shape) -> float:
+    with copies.target(lab, database, shape, copies.DUMP) as into:
+        started = time.monotonic()
+        copies.dump(lab, lab.source.dsn(database), into)
+        return time.monotonic() - started
+
+
+def _chunks(lab: Lab, database: str, case: str, outlet: Outlet, shape: Shape, rows: int, readers: int) -> float:
     """The chunk copy of a provisioned pipeline."""
-    create_database(lab.target, database)
-    pipeline = lab.pipeline(database, database)
+    section = outlet.section(lab, database)
+    pipeline = lab.pipeline(database, database, section, publication=PUBLICATION, parallelism=readers)
     commands.provision(pipeline)
     with run_part(pipeline, "snapshot", None) as (run, record):
         lab.settle()
         started = time.monotonic()
         progress = copy_chunks(lab.spark, run, record, choose_chunks(record), lambda progress: None)
         seconds = time.monotonic() - started
-    check(rows, progress.rows, "snapshot: rows copied")
-    lab.check_equal(database, database, "snapshot: rows and checksum")
+    check(rows, progress.rows, f"{case}: rows copied")
+    right = sums(lab.source.dsn(database), shape, mirror=outlet.mode == "mirror")
+    check(right, outlet.sums(lab, database, shape), f"{case}: sums")
+    if case == SNAPSHOT:
+        lab.check_equal(database, database, f"{case}: rows and checksum")
     commands.drop(pipeline)
-    drop_database(lab.target, database)
+    outlet.discard(lab, database, shape)
     return seconds

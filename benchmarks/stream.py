@@ -1,20 +1,18 @@
-"""The stream: a backlog of changes into nothing, into Parquet and into a mirror, against ``pg_recvlogical``.
+"""The stream: a backlog of changes into sinks, against other programs that read the same.
 
-The limit of one slot is what its walsender decodes, and ``pg_recvlogical`` to
-``/dev/null`` shows it. Every run reads the same backlog, from a slot of its own.
-Time begins when the server starts the walsender, and ends when the unit with the
-last change is done: what Spark needs to start a query is no part of it.
+Every run reads the same backlog, from a slot of its own. Time begins when the server starts the walsender, and ends
+when the unit with the last change is done: what Spark needs to start a query is no part of it.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow.compute as pc
@@ -27,91 +25,86 @@ from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
-from airflow_cdc_provider.engine.slot import drop_slot, emit_marker, read_identity, read_slot, reader_name
+from airflow_cdc_provider.engine.slot import read_identity
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
 from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob
-from benchmarks.lab import ROW, SCHEMA, TABLE, TABLE_DDL, Lab, create_database, drop_database, execute, fill, query
+from benchmarks.backlog import PUBLICATION, Backlog, make_backlog, sums, walsender_start
+from benchmarks.lab import Lab, create_database, drop_database, execute
+from benchmarks.outlets import OUTLETS, Outlet
+from benchmarks.peers import debezium, flink, subscription
+from benchmarks.peers.recvlogical import RECVLOGICAL
+from benchmarks.peers.recvlogical import drain as recvlogical
+from benchmarks.peers.subscription import SUBSCRIPTION
 from benchmarks.report import Series, WrongResult, check, tell
+from benchmarks.shapes import Shape
 from benchmarks.sinks import NoopSink, ParquetSink
 
-RECVLOGICAL = "pg_recvlogical"
 NOOP, PARQUET, MIRROR = "stream-noop", "stream-parquet", "stream-mirror"
+PIPELINES = {f"stream-{name}": outlet for name, outlet in OUTLETS.items()}
+"""Cases that are whole pipelines."""
+PEERS = (SUBSCRIPTION, debezium.COUNT, debezium.JSON, flink.FLINK)
+CASES = (NOOP, PARQUET, *PIPELINES, *PEERS)
 TRANSACTION = 1000
-"""Changes of each transaction: half of them inserts, half of them updates of what the one before inserted."""
+"""Changes of each transaction, of the default shape."""
 
-_HALF = TRANSACTION // 2
 _WARM_CHANGES = 5 * TRANSACTION
-_PUBLICATION = "bench"
-_BASE_SLOT = "bench_base"
 _MAX_BATCH_BYTES = 64 << 20
-_SECONDS = 600.0
-
-
-@dataclass(frozen=True)
-class Backlog:
-    """Changes that wait in the log.
-
-    :param start: where reading begins.
-    :param end: LSN of a marker behind the last change.
-    :param id_sum: sum of the keys of all changes.
-    """
-
-    database: str
-    changes: int
-    start: int
-    end: int
-    id_sum: int
+_SECONDS = 3600.0
 
 
 @dataclass
 class Clock:
     """Takes the time from the start of a slot's walsender until the end of the backlog is done."""
 
-    lab: Lab
+    backlog: Backlog
     slot: str
-    end: int
     stopped: threading.Event = field(default_factory=threading.Event)
     seconds: float = 0.0
 
     def passed(self, lsn: int) -> None:
         """Note that everything up to ``lsn`` is done; the walsender still runs."""
-        if lsn >= self.end and not self.stopped.is_set():
+        if lsn >= self.backlog.end and not self.stopped.is_set():
             now = time.time()
-            text = (
-                "SELECT extract(epoch FROM backend_start)::float8 FROM pg_stat_replication WHERE application_name = %s"
-            )
-            (started,) = query(self.lab.source.dsn(), text, f"airflow-cdc {self.slot}")
-            assert isinstance(started, float)
-            self.seconds = now - started
+            self.seconds = now - walsender_start(self.backlog.dsn, self.slot)
             self.stopped.set()
 
 
-def measure(lab: Lab, changes: int, repeat: int, cases: frozenset[str]) -> list[Series]:
-    """Run ``pg_recvlogical`` and the cases, one after the other in every repeat."""
-    whole = max(1, changes // TRANSACTION) * TRANSACTION
-    _measure(lab, "stream_warm", min(whole, _WARM_CHANGES), 1, cases)
-    return _measure(lab, "stream", whole, repeat, cases)
+def measure(lab: Lab, changes: int, repeat: int, cases: Collection[str], shapes: Sequence[Shape]) -> list[Series]:
+    """Run ``pg_recvlogical`` and the cases, one after the other in every repeat, on backlogs of some shapes."""
+    series = []
+    for n, shape in enumerate(shapes):
+        if changes > _WARM_CHANGES:
+            _measure(lab, f"warm{n}", _WARM_CHANGES, 1, cases, shape)
+        series += _measure(lab, f"stream{n}", changes, repeat, cases, shape)
+    return series
 
 
-def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: frozenset[str]) -> list[Series]:
+def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collection[str], shape: Shape) -> list[Series]:
     create_database(lab.source, database)
-    dsn = lab.source.dsn(database)
-    execute(dsn, TABLE_DDL)
-    fill(dsn, 1, _HALF)
-    execute(dsn, f"CREATE PUBLICATION {_PUBLICATION} FOR TABLE public.t")
-    mirrors = [_provision(lab, f"{database}_{i}", database) for i in range(repeat)] if MIRROR in cases else []
-    backlog = _make_backlog(dsn, database, changes)
+    execute(lab.source.dsn(database), *shape.ddl, *shape.fill(shape.half(changes)))
+    execute(lab.source.dsn(database), f"CREATE PUBLICATION {PUBLICATION} FOR TABLE {', '.join(shape.names)}")
+    pipelines = {
+        case: [
+            _provision(lab, f"{database}_{case.removeprefix('stream-')}{i}", database, outlet) for i in range(repeat)
+        ]
+        for case, outlet in PIPELINES.items()
+        if case in cases
+    }
+    backlog = make_backlog(lab, database, shape, changes)
     runs: dict[str, Callable[[int], float]] = {
-        RECVLOGICAL: lambda i: _recvlogical(lab, backlog),
-        NOOP: lambda i: _noop(lab, backlog),
-        PARQUET: lambda i: _parquet(lab, backlog),
-        MIRROR: lambda i: _mirror(lab, backlog, mirrors[i]),
+        RECVLOGICAL: lambda i: recvlogical(backlog),
+        SUBSCRIPTION: lambda i: subscription.drain(backlog, f"{database}_subscribed{i}"),
+        debezium.COUNT: lambda i: debezium.drain(backlog, debezium.COUNT),
+        debezium.JSON: lambda i: debezium.drain(backlog, debezium.JSON),
+        flink.FLINK: lambda i: flink.drain(backlog),
+        NOOP: lambda i: _noop(backlog),
+        PARQUET: lambda i: _parquet(backlog),
+        **{case: partial(_pipeline, backlog, case, ours) for case, ours in pipelines.items()},
     }
     chosen = [case for case in runs if case == RECVLOGICAL or case in cases]
     seconds: dict[str, list[float]] = {case: [] for case in chosen}
@@ -119,121 +112,87 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: frozense
         for case in chosen:
             lab.settle()
             seconds[case].append(runs[case](i))
-            tell(case, changes, seconds[case][-1])
-    for pipeline in mirrors:
-        commands.drop(pipeline)
-        drop_database(lab.target, pipeline.name)
-    with connected(dsn) as source:
-        drop_slot(source, _BASE_SLOT, reader_name(dsn, _BASE_SLOT))
+            tell(f"{case}{shape.title}", backlog.changes, seconds[case][-1])
+    backlog.discard()
     drop_database(lab.source, database)
     return [
-        Series(case, changes, tuple(seconds[case]), None if case == RECVLOGICAL else RECVLOGICAL) for case in chosen
+        Series(f"{case}{shape.title}", backlog.changes, tuple(seconds[case]))
+        if case == RECVLOGICAL
+        else Series(
+            f"{case}{shape.title}",
+            backlog.changes,
+            tuple(seconds[case]),
+            f"{RECVLOGICAL}{shape.title}",
+            tuple(f"{other}{shape.title}" for other in _others(case) if other in chosen),
+        )
+        for case in chosen
     ]
 
 
-def _provision(lab: Lab, name: str, database: str) -> Pipeline:
+def _others(case: str) -> tuple[str, ...]:
+    """Peers that a case is compared with beside ``pg_recvlogical``."""
+    into_postgres = (SUBSCRIPTION,) if case == MIRROR else ()
+    return () if case in PEERS else (*into_postgres, debezium.COUNT, debezium.JSON, flink.FLINK)
+
+
+def _provision(lab: Lab, name: str, database: str, outlet: Outlet) -> Pipeline:
     """A pipeline whose snapshot is done, so that the stream is all that is left."""
-    create_database(lab.target, name)
-    pipeline = lab.pipeline(name, database, publication=_PUBLICATION)
+    pipeline = lab.pipeline(name, database, outlet.section(lab, name), publication=PUBLICATION)
     commands.provision(pipeline)
     with run_part(pipeline, "snapshot", None) as (run, record):
         copy_chunks(lab.spark, run, record, choose_chunks(record), lambda progress: None)
     return pipeline
 
 
-def _make_backlog(dsn: str, database: str, changes: int) -> Backlog:
-    """Write transactions that nobody reads yet."""
-    with connected(dsn) as source:
-        execute(dsn, f"SELECT pg_create_logical_replication_slot('{_BASE_SLOT}', 'pgoutput')")
-        state = read_slot(source, _BASE_SLOT)
-        assert state is not None
-        transactions = changes // TRANSACTION
-        execute(
-            dsn,
-            f"""
-            DO $$ BEGIN FOR k IN 1..{transactions} LOOP
-                INSERT INTO public.t SELECT {ROW}
-                    FROM generate_series(k * {_HALF}::bigint + 1, (k + 1) * {_HALF}::bigint) AS n;
-                UPDATE public.t SET amount = amount + 1, status = 'changed'
-                    WHERE id BETWEEN (k - 1) * {_HALF} + 1 AND k * {_HALF};
-                COMMIT;
-            END LOOP; END $$
-            """,
-        )
-        end = emit_marker(source, "end")
-        emit_marker(source, "after the end")  # readers that stop at an LSN need something behind it
-    inserted = sum(range(_HALF + 1, (transactions + 1) * _HALF + 1))
-    updated = sum(range(1, transactions * _HALF + 1))
-    return Backlog(database, changes, state.confirmed_flush_lsn, end, inserted + updated)
-
-
 # -- the cases -----------------------------------------------------------------------------------------
 
 
-def _recvlogical(lab: Lab, backlog: Backlog) -> float:
-    dsn, slot = lab.source.dsn(backlog.database), _copy_slot(lab, backlog)
-    started = time.monotonic()
-    done = subprocess.run(
-        [
-            str(lab.source.binaries / "pg_recvlogical"),
-            f"--dbname={dsn}",
-            f"--slot={slot}",
-            "--start",
-            "--no-loop",
-            "--file=/dev/null",
-            f"--endpos={format_lsn(backlog.end + 1)}",
-            "--option=proto_version=1",
-            f"--option=publication_names={_PUBLICATION}",
-            "--option=messages=true",
-        ],
-        check=False,
-    )
-    seconds = time.monotonic() - started
-    check(0, done.returncode, f"{RECVLOGICAL}: exit code")
-    with connected(dsn) as source:
-        state = read_slot(source, slot)
-        drop_slot(source, slot, reader_name(dsn, slot))
-    check(True, state is not None and state.confirmed_flush_lsn >= backlog.end, f"{RECVLOGICAL}: end reached")
-    return seconds
-
-
-def _noop(lab: Lab, backlog: Backlog) -> float:
-    seconds, pieces = _follow(lab, backlog, NoopSink())
+def _noop(backlog: Backlog) -> float:
+    seconds, pieces = _follow(backlog, NoopSink())
     check(backlog.changes, sum(piece.changes for piece in pieces), f"{NOOP}: changes")
     return seconds
 
 
-def _parquet(lab: Lab, backlog: Backlog) -> float:
-    directory = lab.directory / f"parquet{len(list(lab.directory.iterdir()))}"
-    seconds, pieces = _follow(lab, backlog, ParquetSink(directory))
+def _parquet(backlog: Backlog) -> float:
+    directory = backlog.lab.directory / f"parquet{len(list(backlog.lab.directory.iterdir()))}"
+    seconds, pieces = _follow(backlog, ParquetSink(directory))
     check(backlog.changes, sum(piece.changes for piece in pieces), f"{PARQUET}: changes")
-    written = pq.read_table(directory / f"{SCHEMA}.{TABLE}", columns=["op", "c0"])
-    updates = pc.sum(pc.equal(written["op"], "u")).as_py()
-    found = (len(written), updates, pc.sum(written["c0"].cast("int64")).as_py())
-    check((backlog.changes, backlog.changes // 2, backlog.id_sum), found, f"{PARQUET}: rows, updates, sum of keys")
+    found = [0, 0, 0]
+    for path in directory.rglob("*.parquet"):
+        written = pq.read_table(path, columns=["op", "c0"])
+        updates = pc.sum(pc.equal(written["op"], "u")).as_py()
+        for n, each in enumerate((len(written), updates, pc.sum(written["c0"].cast("int64")).as_py())):
+            found[n] += each or 0
+    right = [backlog.changes, backlog.changes // 2, backlog.keys]
+    check(right, found, f"{PARQUET}: rows, updates, sum of keys")
     return seconds
 
 
-def _mirror(lab: Lab, backlog: Backlog, pipeline: Pipeline) -> float:
-    clock = Clock(lab, pipeline.source.slot, backlog.end)
+def _pipeline(backlog: Backlog, case: str, pipelines: Sequence[Pipeline], i: int) -> float:
+    """The stream job of a pipeline, which is gone then with all that it wrote."""
+    lab, shape, pipeline, outlet = backlog.lab, backlog.shape, pipelines[i], PIPELINES[case]
+    clock = Clock(backlog, pipeline.source.slot)
     with run_part(pipeline, "stream", None) as (run, record):
-        progress = StreamJob(lab.spark, run, record, lambda progress: clock.passed(progress.applied)).follow(
-            backlog.end
-        )
-    check(backlog.changes, progress.changes, f"{MIRROR}: changes")
-    lab.check_equal(backlog.database, pipeline.name, f"{MIRROR}: rows and checksum")
+        job = StreamJob(lab.spark, run, record, lambda progress: clock.passed(progress.applied))
+        progress = job.follow(backlog.end)
+    check(backlog.changes, progress.changes, f"{case}: changes")
+    right = sums(backlog.dsn, shape, mirror=True) if outlet.mode == "mirror" else backlog.logged
+    check(right, outlet.sums(lab, pipeline.name, shape), f"{case}: sums")
+    if case == MIRROR:
+        lab.check_equal(backlog.database, pipeline.name, f"{case}: rows and checksum", shape.names)
+    commands.drop(pipeline)
+    outlet.discard(lab, pipeline.name, shape)
     return clock.seconds
 
 
-def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list[StagedPiece]]:
+def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list[StagedPiece]]:
     """Follow the log as the stream job does, but for the commit; return the time and what was staged."""
-    dsn, slot = lab.source.dsn(backlog.database), _copy_slot(lab, backlog)
+    lab, dsn = backlog.lab, backlog.dsn
     pipeline = lab.pipeline("bench", backlog.database)
     with connected(dsn) as source:
         tables = resolve(source, pipeline.source.tables)
     targets = tuple(Target(table, table.schema, table.name) for table in tables)
     staged: list[StagedPiece] = []
-    clock = Clock(lab, slot, backlog.end)
 
     def stage(pieces: DataFrame, batch: int) -> None:
         task = Stage(sink, sink, 0, str(batch), targets, {}, 0, dsn)  # type: ignore[arg-type]  # a part of a sink will do
@@ -245,33 +204,21 @@ def _follow(lab: Lab, backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[f
         if messages:  # the first batch of a query can be empty
             clock.passed(Position.from_json(json.loads(messages[0].end)).lsn)
 
-    with connected(dsn) as source:
-        origin = Origin.of(read_identity(source, slot, _PUBLICATION).to_dict())
-    options = SourceOptions(dsn, slot, _PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0)  # type: ignore[arg-type]
-    lab.spark.dataSource.register(postgres_cdc(options))
-    pieces = lab.spark.readStream.format("postgres_cdc").load()
-    checkpoint = lab.directory / "checkpoints" / slot
-    stream = pieces.writeStream.foreachBatch(stage).option("checkpointLocation", str(checkpoint)).start()
-    try:
-        deadline = time.monotonic() + _SECONDS
-        while stream.isActive and not clock.stopped.wait(0.1) and time.monotonic() < deadline:
-            pass
-        if not clock.stopped.is_set():
-            raise WrongResult(f"the stream did not reach the end of the backlog: {stream.exception()}")
-    finally:
-        stream.stop()
-    with connected(dsn) as source:
-        drop_slot(source, slot, reader_name(dsn, slot))
+    with backlog.slot() as slot:
+        clock = Clock(backlog, slot)
+        with connected(dsn) as source:
+            origin = Origin.of(read_identity(source, slot, PUBLICATION).to_dict())
+        options = SourceOptions(dsn, slot, PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0)  # type: ignore[arg-type]
+        lab.spark.dataSource.register(postgres_cdc(options))
+        pieces = lab.spark.readStream.format("postgres_cdc").load()
+        checkpoint = lab.directory / "checkpoints" / slot
+        stream = pieces.writeStream.foreachBatch(stage).option("checkpointLocation", str(checkpoint)).start()
+        try:
+            deadline = time.monotonic() + _SECONDS
+            while stream.isActive and not clock.stopped.wait(0.1) and time.monotonic() < deadline:
+                pass
+            if not clock.stopped.is_set():
+                raise WrongResult(f"the stream did not reach the end of the backlog: {stream.exception()}")
+        finally:
+            stream.stop()
     return clock.seconds, staged
-
-
-_copies = iter(range(1_000_000))
-
-
-def _copy_slot(lab: Lab, backlog: Backlog) -> str:
-    """A slot at the beginning of the backlog."""
-    name = f"bench_{next(_copies)}"
-    dsn = lab.source.dsn(backlog.database)
-    copied = query(dsn, "SELECT lsn::text FROM pg_copy_logical_replication_slot(%s, %s)", _BASE_SLOT, name)
-    check(backlog.start, parse_lsn(str(copied[0])), "position of a copied slot")
-    return name

@@ -91,7 +91,7 @@ def test_the_dags_are_parsed_in_fresh_interpreters(tmp_path: Path) -> None:
 @pytest.mark.spark
 def test_all_cases_run_and_are_right(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    done = run("--rows", "20000", "--repeat", "1", "--json", str(file))
+    done = run("--rows", "4000", "--repeat", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr[-4000:]
     figures: dict[str, Any] = json.loads(file.read_text())
     assert figures["repeat"] == 1
@@ -99,7 +99,7 @@ def test_all_cases_run_and_are_right(tmp_path: Path) -> None:
     assert {each["case"]: each["peer"] for each in figures["cases"]} == PEERS
     for each in figures["cases"]:
         assert each["case"] in done.stdout
-        assert each["rows"] == 20_000
+        assert each["rows"] == 4000
         assert len(each["seconds"]) == 1
         assert each["rows_per_second"].keys() == {"median", "min", "max"}
         assert all(rate > 0 for rate in each["rows_per_second"].values())

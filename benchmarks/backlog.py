@@ -1,0 +1,142 @@
+"""A backlog: changes that wait in the log of a database, which every run reads from a slot of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import count
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.slot import emit_marker, read_slot
+from benchmarks.lab import Lab, execute, query
+from benchmarks.report import WrongResult, check
+from benchmarks.shapes import Shape
+
+PUBLICATION = "bench"
+_BASE_SLOT = "bench_base"
+_RELEASE_SECONDS = 30.0
+_copies = count()
+
+Sums = tuple[Decimal, ...]
+"""Sums over rows or changes of all tables: their number, their keys, what updates touch; of a mirror, more."""
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """Changes that wait in the log.
+
+    :param changes: how many there are.
+    :param half: how many rows each table had before.
+    :param start: where reading begins.
+    :param end: LSN of a marker behind the last change.
+    :param keys: sum of the keys of all changes.
+    :param logged: sums over a log of all changes, behind the rows that were there before.
+    :param last: table and key of the row that is changed last.
+    """
+
+    lab: Lab
+    database: str
+    shape: Shape
+    changes: int
+    half: int
+    start: int
+    end: int
+    keys: int
+    logged: Sums
+    last: tuple[str, int]
+
+    @property
+    def dsn(self) -> str:
+        """The database, at the source."""
+        return self.lab.source.dsn(self.database)
+
+    @contextmanager
+    def slot(self) -> Iterator[str]:
+        """A slot at the beginning of the backlog, for the time of a run."""
+        name = f"bench_{next(_copies)}"
+        copied = query(self.dsn, "SELECT lsn::text FROM pg_copy_logical_replication_slot(%s, %s)", _BASE_SLOT, name)
+        check(self.start, parse_lsn(str(copied[0])), "position of a copied slot")
+        try:
+            yield name
+        finally:
+            drop_slot(self.dsn, name)
+
+    def discard(self) -> None:
+        """Let the server forget it."""
+        drop_slot(self.dsn, _BASE_SLOT)
+
+
+def make_backlog(lab: Lab, database: str, shape: Shape, changes: int) -> Backlog:
+    """Write changes that nobody reads yet to tables that :meth:`.Shape.fill` has filled.
+
+    :param changes: how many, nearly.
+    """
+    dsn, half, steps = lab.source.dsn(database), shape.half(changes), shape.steps(changes)
+    before = sums(dsn, shape)
+    with connected(dsn) as source:
+        execute(dsn, f"SELECT pg_create_logical_replication_slot('{_BASE_SLOT}', 'pgoutput')")
+        state = read_slot(source, _BASE_SLOT)
+        assert state is not None
+        execute(dsn, "SET synchronous_commit = off", shape.write(steps, half))
+        end = emit_marker(source, "end")
+        emit_marker(source, "after the end")  # readers that stop at an LSN need something behind it
+    after = sums(dsn, shape)
+    rounds = [(steps - i + shape.tables - 1) // shape.tables for i in range(shape.tables)]
+    updated = _updated(dsn, shape, [half * each for each in rounds])
+    # Each row was inserted as it was before its update, if it had one.
+    inserted = tuple(one - other for one, other in zip(after, before, strict=True))
+    keys = int(inserted[1] + updated[1])
+    logged = (after[0] + updated[0], after[1] + updated[1], after[2] - updated[0] + updated[2])
+    last = (steps - 1) % shape.tables
+    done = 2 * half * steps
+    check(Decimal(done), inserted[0] + updated[0], "changes written")
+    return Backlog(
+        lab, database, shape, done, half, state.confirmed_flush_lsn, end, keys, logged,
+        (shape.names[last], half * rounds[last]),
+    )  # fmt: skip
+
+
+def sums(dsn: str, shape: Shape, *, mirror: bool = False) -> Sums:
+    """Sums over the rows of a database's tables.
+
+    :param mirror: all that a mirror is compared by.
+    """
+    wanted = ", ".join(shape.row.sums if mirror else shape.row.sums[:3])
+    return total(query(dsn, f"SELECT {wanted} FROM public.{name}") for name in shape.names)
+
+
+def total(found: Iterator[tuple[object, ...]]) -> Sums:
+    """The sums over all tables."""
+    return tuple(sum((Decimal(str(each or 0)) for each in column), Decimal()) for column in zip(*found, strict=True))
+
+
+def _updated(dsn: str, shape: Shape, highest: list[int]) -> Sums:
+    wanted = ", ".join(shape.row.sums[:3])
+    queries = (f"SELECT {wanted} FROM public.{n} WHERE id <= {k}" for n, k in zip(shape.names, highest, strict=True))
+    return total(query(dsn, text) for text in queries)
+
+
+def walsender_start(dsn: str, slot: str) -> float:
+    """When the walsender began that serves a slot, in seconds since the epoch."""
+    text = (
+        "SELECT extract(epoch FROM backend_start)::float8 FROM pg_stat_activity"
+        " WHERE pid = (SELECT active_pid FROM pg_replication_slots WHERE slot_name = %s)"
+    )
+    (started,) = query(dsn, text, slot)
+    assert isinstance(started, float)
+    return started
+
+
+def drop_slot(dsn: str, slot: str) -> None:
+    """Remove a slot, whoever still reads from it.
+
+    :raises WrongResult: when it stays in use.
+    """
+    end = "SELECT count(pg_terminate_backend(active_pid)) FROM pg_replication_slots WHERE slot_name = %s AND active"
+    if not await_condition(lambda: query(dsn, end, slot) == (0,), _RELEASE_SECONDS):
+        raise WrongResult(f"slot {slot} stays in use")
+    query(dsn, "SELECT count(pg_drop_replication_slot(slot_name)) FROM pg_replication_slots WHERE slot_name = %s", slot)

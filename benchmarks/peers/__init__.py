@@ -1,0 +1,1 @@
+"""Other programs that read the same data, each checked as ours are."""

@@ -1,0 +1,14 @@
+"""``python -m benchmarks.peers``: fetch what peers need that are tested, unless it is there."""
+
+import sys
+
+from airflow_cdc_provider.demo.jars import JarsMissing, fetch
+from benchmarks.lab import JDBC
+from benchmarks.peers import debezium
+from benchmarks.peers.counter import JdkMissing
+
+try:
+    fetch(JDBC)
+    debezium.fetch_jars()
+except (JarsMissing, JdkMissing) as e:
+    sys.exit(e.message)

@@ -1,0 +1,78 @@
+"""Debezium's engine in a program that only counts: as it brings changes, or made into JSON first.
+
+All settings that have to do with speed are its defaults.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from benchmarks.backlog import PUBLICATION, Backlog, drop_slot, walsender_start
+from benchmarks.lab import Lab
+from benchmarks.peers.counter import class_path, counting
+from benchmarks.report import check
+
+COUNT, JSON, SNAPSHOT = "debezium-count", "debezium-json", "debezium-snapshot"
+VERSION = "3.2.0.Final"
+_PACKAGES = tuple(f"io.debezium:{name}:{VERSION}" for name in ("debezium-embedded", "debezium-connector-postgres"))
+_PROGRAM = "DebeziumCounter"
+
+
+def fetch_jars() -> str:
+    """Java's class path: see :func:`.class_path`."""
+    return class_path(f"debezium-{VERSION}", _PACKAGES)
+
+
+def drain(backlog: Backlog, case: str) -> float:
+    """Read a backlog; the seconds from the start of its walsender until the last change is counted."""
+    jars, wanted = fetch_jars(), str(backlog.changes)
+    with backlog.slot() as slot:
+        properties = _properties(backlog.dsn, slot, "no_data")
+        form = "json" if case == JSON else "count"
+        with counting(backlog.lab, _PROGRAM, jars, properties, form, wanted) as counter:
+            counter.line()
+            found = counter.line()
+            seconds = time.time() - walsender_start(backlog.dsn, slot)
+    check(f"{backlog.changes} {backlog.keys}", found, f"{case}: changes, sum of keys")
+    return seconds
+
+
+def snapshot(lab: Lab, database: str, rows: int, keys: int) -> float:
+    """Read tables; the seconds from the start of the engine until the last row is counted.
+
+    :param keys: the sum of all.
+    """
+    slot = f"debezium_{database}"
+    properties = _properties(lab.source.dsn(database), slot, "initial_only")
+    with counting(lab, _PROGRAM, fetch_jars(), properties, "count", str(rows)) as counter:
+        counter.line()
+        started = time.monotonic()
+        found = counter.line()
+        seconds = time.monotonic() - started
+    drop_slot(lab.source.dsn(database), slot)
+    check(f"{rows} {keys}", found, f"{SNAPSHOT}: rows, sum of keys")
+    return seconds
+
+
+def _properties(dsn: str, slot: str, mode: str) -> Mapping[str, str]:
+    parts = urlsplit(dsn)
+    return {
+        "name": slot,
+        "connector.class": "io.debezium.connector.postgresql.PostgresConnector",
+        "offset.storage": "org.apache.kafka.connect.storage.MemoryOffsetBackingStore",
+        "plugin.name": "pgoutput",
+        "slot.name": slot,
+        "publication.name": PUBLICATION,
+        "publication.autocreate.mode": "disabled",
+        "snapshot.mode": mode,
+        "topic.prefix": "bench",
+        "table.include.list": r"public\..*",
+        "converter.schemas.enable": "false",
+        "database.hostname": str(parts.hostname),
+        "database.port": str(parts.port),
+        "database.user": str(parts.username),
+        "database.password": "none",
+        "database.dbname": parts.path.removeprefix("/"),
+    }

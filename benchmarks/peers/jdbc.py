@@ -1,0 +1,64 @@
+"""Spark alone, by its JDBC source: read in two partitions of the key, written by JDBC or to Parquet.
+
+As its manual and the driver's have it: rows are fetched 10,000 at a time, and written in batches of as many, which the
+driver rewrites into inserts of many rows.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from urllib.parse import urlsplit
+
+from pyspark.sql import DataFrame
+
+from benchmarks.backlog import sums, total
+from benchmarks.lab import Lab
+from benchmarks.peers.copies import target
+from benchmarks.report import check
+from benchmarks.shapes import Shape
+
+JDBC, PARQUET = "spark-jdbc", "spark-jdbc-parquet"
+_ROWS = "10000"
+_PARTITIONS = 2
+
+
+def copy(lab: Lab, database: str, shape: Shape, rows: int) -> float:
+    """Copy the table into an empty one with its primary key; the seconds that it takes."""
+    with target(lab, database, shape, JDBC) as into:
+        options = _options(into) | {"batchsize": _ROWS}
+        options["url"] += "&reWriteBatchedInserts=true"
+        started = time.monotonic()
+        read = _read(lab, database, rows)
+        read.write.format("jdbc").options(**options).mode("append").save()
+        return time.monotonic() - started
+
+
+def to_parquet(lab: Lab, database: str, shape: Shape, rows: int) -> float:
+    """Write the table to Parquet; the seconds that it takes."""
+    folder = lab.directory / f"jdbc-{database}"
+    lab.settle()
+    started = time.monotonic()
+    _read(lab, database, rows).write.parquet(str(folder))
+    seconds = time.monotonic() - started
+    found = lab.spark.read.parquet(str(folder)).selectExpr(*shape.row.sums).collect()[0]
+    check(sums(lab.source.dsn(database), shape, mirror=True), total(iter([tuple(found)])), f"{PARQUET}: sums")
+    shutil.rmtree(folder)
+    return seconds
+
+
+def _read(lab: Lab, database: str, rows: int) -> DataFrame:
+    options = {
+        "fetchsize": _ROWS,
+        "partitionColumn": "id",
+        "lowerBound": "1",
+        "upperBound": str(rows + 1),
+        "numPartitions": str(_PARTITIONS),
+    }
+    return lab.spark.read.format("jdbc").options(**_options(lab.source.dsn(database)), **options).load()
+
+
+def _options(dsn: str) -> dict[str, str]:
+    parts = urlsplit(dsn)
+    url = f"jdbc:postgresql://{parts.hostname}:{parts.port}{parts.path}?user={parts.username}"
+    return {"url": url, "driver": "org.postgresql.Driver", "dbtable": "public.t"}

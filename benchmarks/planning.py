@@ -1,0 +1,55 @@
+"""Planning chunks, which is done once before a snapshot, on a large table; beside it what a count of its rows takes."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+from airflow_cdc_provider.engine.capture import resolve
+from airflow_cdc_provider.engine.chunks import plan
+from airflow_cdc_provider.engine.config import SnapshotSettings
+from airflow_cdc_provider.engine.connection import connected
+from benchmarks.lab import TABLE, Lab, create_database, drop_database, execute, query
+from benchmarks.report import Series, check, tell
+from benchmarks.shapes import NARROW
+
+PLANNING = "planning"
+COUNT = "planning: count(*)"
+_DATABASE = "planning"
+_TIMES_TOO_LARGE = 2
+
+
+def measure(lab: Lab, rows: int, repeat: int) -> list[Series]:
+    """Plan and count in turn; chunks have to be less than twice as large as they should be.
+
+    :param rows: of the table, which are narrow.
+    """
+    create_database(lab.source, _DATABASE)
+    dsn = lab.source.dsn(_DATABASE)
+    execute(dsn, NARROW.ddl(TABLE), NARROW.insert(TABLE, 1, rows), f"VACUUM ANALYZE public.{TABLE}")
+    lab.settle()
+    planned: list[float] = []
+    counted: list[float] = []
+    for _ in range(repeat):
+        planned.append(_plan(lab, dsn, rows))
+        tell(PLANNING, rows, planned[-1])
+        started = time.monotonic()
+        check((rows,), query(dsn, f"SELECT count(*) FROM public.{TABLE}"), "rows")
+        counted.append(time.monotonic() - started)
+        tell(COUNT, rows, counted[-1])
+    drop_database(lab.source, _DATABASE)
+    return [Series(COUNT, rows, tuple(counted)), Series(PLANNING, rows, tuple(planned), COUNT)]
+
+
+def _plan(lab: Lab, dsn: str, rows: int) -> float:
+    chunk_rows = SnapshotSettings().chunk_rows
+    with connected(dsn) as source:
+        (table,) = resolve(source, lab.pipeline("bench", _DATABASE).source.tables)
+        started = time.monotonic()
+        chunks = plan(source, table, chunk_rows)
+        seconds = time.monotonic() - started
+    # Keys are 1 to rows without a gap, so that bounds tell sizes.
+    bounds = [1, *(int(chunk.lower[0]) for chunk in chunks if chunk.lower is not None), rows + 1]
+    largest = max(upper - lower for lower, upper in pairwise(bounds))
+    check(True, bounds == sorted(bounds) and largest < _TIMES_TOO_LARGE * chunk_rows, f"{PLANNING}: sizes of chunks")
+    return seconds
