@@ -106,8 +106,15 @@ peers: $(INSTALLED) java
 	@echo "Fetching the jars of Debezium, unless they are there."; $(BIN)/python -m benchmarks.peers || \
 		echo "Tests of the benchmarks beside Debezium and Spark's JDBC are skipped: they need Maven Central and a JDK." >&2
 
+.PHONY: all-test-tools
+all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka peers
+
 .PHONY: test
-test: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka peers ## run all tests (PROCESSES=n at a time, 3 by default)
+test: all-test-tools ## run all tests (PROCESSES=n at a time, 3 by default), of those with many long cases a third
+	$(PYTEST) --thin
+
+.PHONY: test-thorough
+test-thorough: all-test-tools ## run all cases of all tests, which takes half as long again
 	$(PYTEST)
 
 .PHONY: test-fast

@@ -69,12 +69,19 @@ CREATE EVENT TRIGGER hand_over ON ddl_command_end
 
 ServerMaker = Callable[..., PostgresServer]
 
+_FEW, _THIRD = 3, 3
+
 _numbers = itertools.count(1)
 
 # They share an Airflow and a browser. When outages change the machine's network, a browser gives up its requests.
 _ONE_AFTER_THE_OTHER = ("tests/airflow/", "tests/outages/")
 
 _airflow_home = tempfile.TemporaryDirectory(prefix="cdc-airflow-")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which the whole suite is run in less than an hour."""
+    parser.addoption("--thin", action="store_true", help="of tests that start much and have many cases run a third")
 
 
 def pytest_configure() -> None:
@@ -93,8 +100,35 @@ def _process_of(nodeid: str) -> str:
     return _ONE_AFTER_THE_OTHER[0] if nodeid.startswith(_ONE_AFTER_THE_OTHER) else nodeid.partition("::")[0]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _starts_much(item: pytest.Item) -> bool:
+    return any(map(item.get_closest_marker, ("spark", "airflow", "slow")))
+
+
+def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out two of three cases of tests that start much and have many.
+
+    What stays lies on diagonals: of a test with two parameters both come with each of their values.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _starts_much(item):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {
+        item
+        for of_one in cases.values()
+        if len(of_one) > _FEW
+        for n, item in enumerate(of_one)
+        if (n + n // _THIRD) % _THIRD
+    }
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what may take longest, so that no process ends long after the others."""
+    if config.getoption("thin"):
+        _thin(config, items)
     longest: dict[str, float] = {}
     for item in items:
         limit = item.get_closest_marker("timeout")
