@@ -27,10 +27,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
     # For so few rows, compiling well costs more than it saves.
     environment = os.environ | {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1"}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False, env=environment)
 
 
 @pytest.mark.spark
+@pytest.mark.timeout(600)
 def test_other_stores_and_peers_run_and_are_right(tmp_path: Path) -> None:
     try:
         fetch(JDBC)
@@ -50,6 +51,7 @@ def test_other_stores_and_peers_run_and_are_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
+@pytest.mark.timeout(600)
 def test_backlogs_of_other_shapes_run_and_are_right(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     shapes = ("narrow,single", "wide,giant,2-tables", "toasted,3-tables")
