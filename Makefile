@@ -107,14 +107,14 @@ peers: $(INSTALLED) java
 		echo "Tests of the benchmarks beside Debezium and Spark's JDBC are skipped: they need Maven Central and a JDK." >&2
 
 .PHONY: all-test-tools
-all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka peers
+all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka
 
 .PHONY: test
-test: all-test-tools ## run all tests (PROCESSES=n at a time, 3 by default), of those with many long cases a third
+test: all-test-tools ## run the tests (PROCESSES=n at a time, 3 by default), of those with many long cases a third
 	$(PYTEST) --thin
 
 .PHONY: test-thorough
-test-thorough: all-test-tools ## run all cases of all tests, which takes half as long again
+test-thorough: all-test-tools peers ## run all cases of all tests, which takes nearly twice as long
 	$(PYTEST)
 
 .PHONY: test-fast

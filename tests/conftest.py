@@ -81,7 +81,7 @@ _airflow_home = tempfile.TemporaryDirectory(prefix="cdc-airflow-")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option by which the whole suite is run in less than an hour."""
-    parser.addoption("--thin", action="store_true", help="of tests that start much and have many cases run a third")
+    parser.addoption("--thin", action="store_true", help="leave out the thorough, and two thirds of many long cases")
 
 
 def pytest_configure() -> None:
@@ -105,15 +105,16 @@ def _starts_much(item: pytest.Item) -> bool:
 
 
 def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out two of three cases of tests that start much and have many.
+    """Leave out what is marked as thorough, and two of three cases of tests that start much and have many.
 
     What stays lies on diagonals: of a test with two parameters both come with each of their values.
     """
+    left_out = {item for item in items if item.get_closest_marker("thorough")}
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if _starts_much(item):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = {
+    left_out |= {
         item
         for of_one in cases.values()
         if len(of_one) > _FEW

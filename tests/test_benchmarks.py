@@ -107,6 +107,7 @@ def test_throughput_is_measured_and_right(tmp_path: Path) -> None:
         assert (each["ratio"] is None) == (each["peer"] is None)
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_what_follows_writes_runs_and_is_right(tmp_path: Path) -> None:
@@ -155,6 +156,7 @@ def assert_documented(figures: dict[str, Any], directory: Path, *names: str) -> 
     assert all(b"</svg>" in (folder / plot).read_bytes() for plot in plots)
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 def test_kafka_runs_at_both_ends_and_is_right(tmp_path: Path) -> None:
     file = tmp_path / "kafka.json"
@@ -174,6 +176,7 @@ def test_kafka_runs_at_both_ends_and_is_right(tmp_path: Path) -> None:
     assert all(each["rows_per_second"]["median"] > 0 for each in cases)
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 def test_the_soak_runs_and_is_right(tmp_path: Path) -> None:
     file = tmp_path / "soak.json"

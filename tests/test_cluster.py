@@ -132,6 +132,7 @@ def test_a_library_that_executors_lack_is_named(
     assert "PYSPARK_PYTHON" in error["solution"]
 
 
+@pytest.mark.thorough
 def test_a_driver_on_the_cluster_outlives_all_that_submitted_it(
     cluster: Cluster, databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,10 @@ def writes(spark: SparkSession, pipeline: PipelineUnderTest) -> int:
     return done["WRITE"] + done["CREATE OR REPLACE TABLE AS SELECT"]
 
 
-@pytest.mark.parametrize(("mode", "place_of_tables"), [("mirror", "catalog"), ("changelog", "path")])
+@pytest.mark.parametrize(
+    ("mode", "place_of_tables"),
+    [("mirror", "catalog"), pytest.param("changelog", "path", marks=pytest.mark.thorough)],
+)
 def test_re_reads_and_changes_of_schema_are_done_once_whatever_breaks_off(
     spark: SparkSession,
     databases: Databases,

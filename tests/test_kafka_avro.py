@@ -256,6 +256,7 @@ def test_a_change_that_the_registry_refuses_waits_until_it_is_let_in(pipeline: A
     assert last == {1: 7, 2: 8, 3: 9}
 
 
+@pytest.mark.thorough
 def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: AvroPipeline) -> None:
     pipeline.change(snapshot={"chunk_rows": 150})
     pipeline.source(AUDITED)

@@ -89,6 +89,7 @@ def test_windows_are_right_whatever_step_the_driver_is_killed_at(
     assert pipeline.target_rows(TOTALS) == clicks.totals
 
 
+@pytest.mark.thorough
 def test_closed_windows_are_told_once_whatever_step_of_a_commit_the_driver_is_killed_at(
     databases: Databases, kafka: KafkaServer, tmp_path: Path
 ) -> None:

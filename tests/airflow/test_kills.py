@@ -276,6 +276,7 @@ def test_jobs_of_deferred_tasks(
     pipeline.assert_equal()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jobs", [("kills_waiting", 1)], indirect=True, ids=str)
 def test_jobs_of_tasks_that_wait_in_a_worker(
     pipeline: PipelineUnderTest, jobs: Jobs, airflow: AirflowUnderTest
