@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rates", type=_positive, nargs="+", metavar="RATE", help="that sustained tries, or latency measures"
     )
-    parser.add_argument("--batches", type=_positive, default=40, help="of each kind that floor takes; 45 at most")
+    parser.add_argument("--batches", type=_positive, default=40, help="of each kind that floor takes")
     for axis, points in scaling.AXES.items():
         shown = f"points of scaling: {' '.join(map(str, points))}"
         parser.add_argument(f"--{axis}", type=_positive, nargs="*", default=points, metavar="N", help=shown)

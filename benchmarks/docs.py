@@ -104,7 +104,7 @@ def _floor(found: Mapping[str, Any]) -> str:
 
 def _sustained(found: Mapping[str, Any]) -> str:
     rates = _table(
-        ["", "changes/s", "written/s", "most seconds behind", "most MiB retained", "held"],
+        ["", "changes/s", "written/s", "most seconds behind", "most MiB retained", ""],
         [
             [kind, *_load(each)]
             for kind, loads in (("probe", found["probes"]), (f"{found['seconds']:g} s", found["holds"]))
@@ -122,8 +122,7 @@ def _sustained(found: Mapping[str, Any]) -> str:
 
 def _load(load: Mapping[str, Any]) -> list[str]:
     retained = max(sample["retained"] for sample in load["samples"]) / _MIB
-    held = "yes" if load["held"] else "no"
-    return [f"{load['rate']:,}", f"{load['written']:,}", f"{load['behind']:.1f}", f"{retained:,.0f}", held]
+    return [f"{load['rate']:,}", f"{load['written']:,}", f"{load['behind']:.1f}", f"{retained:,.0f}", load["verdict"]]
 
 
 def _scaling(found: Mapping[str, Any]) -> str:

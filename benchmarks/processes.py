@@ -60,14 +60,15 @@ class Meter:
     target: PostgresServer
 
     def read(self) -> Counter[str]:
-        """Seconds of processor time by kind. Those of processes that have ended are counted where they were forked."""
+        """Seconds of processor time by kind, with those of processes that have ended. A JVM's were workers."""
         used: Counter[str] = Counter(dict.fromkeys(KINDS, 0.0))  # type: ignore[arg-type]
         for kind, process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 used[kind] += times.user + times.system  # type: ignore[assignment]
                 if kind != "driver":  # whose children are not all of the job
-                    used[kind] += times.children_user + times.children_system  # type: ignore[assignment]
+                    forked = "workers" if kind == "jvm" else kind
+                    used[forked] += times.children_user + times.children_system  # type: ignore[assignment]
         return used
 
     def since(self, before: Mapping[str, float]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from benchmarks.writer import Writer
 SUSTAINED = "sustained"
 RATES = (1000, 2500, 5000, 10_000, 15_000, 20_000, 30_000, 40_000, 60_000, 80_000, 100_000)
 BEHIND_SECONDS = 5.0
+HELD = "held"
 
 _PROBE_SECONDS = 30.0
 _WRITTEN = 0.95
@@ -60,9 +61,16 @@ class Load:
         return max(each.behind for each in self.samples)
 
     @property
+    def verdict(self) -> str:
+        """Whether it was held; if not, whether the source or the stream is the limit."""
+        if self.behind >= BEHIND_SECONDS:
+            return "not followed"
+        return HELD if self.written >= _WRITTEN * self.rate else "not written"
+
+    @property
     def held(self) -> bool:
         """Whether all of it was written, and followed."""
-        return self.written >= _WRITTEN * self.rate and self.behind < BEHIND_SECONDS
+        return self.verdict == HELD
 
     @property
     def cpu_per_million(self) -> dict[str, float]:
@@ -71,7 +79,7 @@ class Load:
 
     def as_json(self) -> dict[str, Any]:
         """Everything as JSON values."""
-        figures = {"written": round(self.written), "behind": self.behind, "held": self.held}
+        figures = {"written": round(self.written), "behind": self.behind, "verdict": self.verdict}
         cpu = {"cpu_per_million": self.cpu_per_million}
         return {"rate": self.rate, **figures, **cpu, "samples": [asdict(each) for each in self.samples]}
 
@@ -116,7 +124,7 @@ class Sustained:
     def as_text(self) -> str:
         """Every rate, and what the last of the long runs cost."""
         body = [_row("probe", each) for each in self.probes] + [_row("hold", each) for each in self.holds]
-        head = ["", "changes/s", "written/s", "s behind", "retained MiB", "held", *KINDS]
+        head = ["", "changes/s", "written/s", "s behind", "retained MiB", "", *KINDS]
         return f"CPU seconds a million changes by kind\n{text_table(head, body)}"
 
 
@@ -124,7 +132,7 @@ def _row(name: str, load: Load) -> list[str]:
     retained = max(each.retained for each in load.samples) / _MIB
     cost = [f"{load.cpu_per_million[kind]:.1f}" for kind in KINDS]
     figures = [f"{load.rate:,}", f"{load.written:,.0f}", f"{load.behind:.1f}", f"{retained:.0f}"]
-    return [name, *figures, "yes" if load.held else "no", *cost]
+    return [name, *figures, load.verdict, *cost]
 
 
 def measure(seconds: float, repeat: int, rates: Sequence[int]) -> Sustained:

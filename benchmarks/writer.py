@@ -12,49 +12,63 @@ from benchmarks.report import check
 
 _TRANSACTION = 50
 _KEYS = 20_000
+_CONNECTIONS = 4
 
 
-class Writer(threading.Thread):
+class Writer:
     """Inserts, updates and deletes on a bounded number of keys, in transactions of fifty, at a steady rate.
 
+    Four connections share the rate, each with keys of its own: commits of one wait for the disk.
+
     :param rate: changes a second, if the source can.
-    :ivar changes: that have been committed.
     """
 
     def __init__(self, dsn: str, rate: float) -> None:
-        super().__init__(name="writer", daemon=True)
         self._dsn = dsn
-        self._rate = rate
+        self._rate = rate / _CONNECTIONS
         self._halt = threading.Event()
-        self.changes = 0
+        self._changes = [0] * _CONNECTIONS
+        self._threads = [
+            threading.Thread(target=self._run, args=(i,), name=f"writer-{i}", daemon=True) for i in range(_CONNECTIONS)
+        ]
         self.failure: Exception | None = None
 
-    def run(self) -> None:
+    @property
+    def changes(self) -> int:
+        """How many have been committed."""
+        return sum(self._changes)
+
+    def _run(self, number: int) -> None:
         try:
-            self._write()
+            self._write(number)
         except Exception as e:
             self.failure = e
 
-    def _write(self) -> None:
+    def _write(self, number: int) -> None:
         row = ROW.replace("%", "%%")
         upsert = f"""
             INSERT INTO public.t SELECT {row} FROM generate_series(%s::bigint, %s::bigint) AS n
             ON CONFLICT (id) DO UPDATE SET amount = t.amount + 1, note = md5(t.note), status = excluded.status
         """
-        began, first = time.monotonic(), 1
+        keys = _KEYS // _CONNECTIONS
+        began, offset, changes = time.monotonic(), 0, 0
         with psycopg.connect(self._dsn, autocommit=True, prepare_threshold=1) as connection:
-            while not self._halt.wait(max(0.0, self.changes / self._rate - (time.monotonic() - began))):
+            while not self._halt.wait(max(0.0, changes / self._rate - (time.monotonic() - began))):
+                first = 1 + number * keys + offset
                 with connection.pipeline(), connection.transaction():
                     connection.execute(upsert.encode(), [first, first + _TRANSACTION - 2])
                     connection.execute("DELETE FROM public.t WHERE id = %s", [first])
-                self.changes += _TRANSACTION
-                first = 1 + (first + _TRANSACTION - 1) % _KEYS
+                changes += _TRANSACTION
+                self._changes[number] = changes
+                offset = (offset + _TRANSACTION - 1) % (keys - _TRANSACTION)
 
     def __enter__(self) -> Writer:
-        self.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._halt.set()
-        self.join()
+        for thread in self._threads:
+            thread.join()
         check(None, self.failure, "failure of the writer")
