@@ -150,7 +150,7 @@ def test_a_publication_that_is_changed_and_the_record_is_not(
     pipeline = make_pipeline()
     pipeline.change(source={"tables": [{"table": "public.t", "columns": ["id"]}]})
     with monkeypatch.context() as patch:
-        patch.setattr(reread, "plan_read", raise_(KeyboardInterrupt()))
+        patch.setattr(reread, "plan_chunk_read", raise_(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             commands.resnapshot(pipeline.pipeline, tables=["public.t"])
     pipeline.source(*LOST)
