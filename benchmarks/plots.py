@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.floor import FLOOR, WHOLE
 from benchmarks.latency import LATENCY
@@ -63,6 +64,7 @@ def _latency(found: Mapping[str, Any], folder: Path) -> list[str]:
                     label=f"{each['rate']:,} transactions/s" if first else None,
                 )
         shares.set(xlabel="milliseconds from commit to visible", ylabel="% of rows", xscale="log")
+        shares.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
         shares.legend()
         rates = [each["rate"] for each in found["rates"]]
         for name in found["rates"][0]["milliseconds"]:

@@ -26,6 +26,7 @@ SUSTAINED = "sustained"
 RATES = (1000, 2500, 5000, 10_000, 15_000, 20_000, 30_000, 40_000, 60_000, 80_000, 100_000)
 BEHIND_SECONDS = 5.0
 HELD = "held"
+NOT_HELD = "the lowest rate is not held"
 
 _PROBE_SECONDS = 30.0
 _WRITTEN = 0.95
@@ -75,7 +76,7 @@ class Load:
     @property
     def cpu_per_million(self) -> dict[str, float]:
         """Seconds of processor time by kind for a million changes."""
-        return {kind: round(seconds / self.changes * 1e6, 2) for kind, seconds in self.cpu.items()}
+        return {kind: round(seconds / max(1, self.changes) * 1e6, 2) for kind, seconds in self.cpu.items()}
 
     def as_json(self) -> dict[str, Any]:
         """Everything as JSON values."""
@@ -102,7 +103,7 @@ class Sustained:
     @property
     def faults(self) -> tuple[str, ...]:
         """That no rate was held."""
-        return () if self.holds and self.holds[-1].held else ("the lowest rate is not held",)
+        return () if self.holds and self.holds[-1].held else (NOT_HELD,)
 
     @property
     def steady(self) -> tuple[Load, ...]:

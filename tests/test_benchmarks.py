@@ -17,7 +17,7 @@ from benchmarks.processes import KINDS
 from benchmarks.report import Series, WrongResult, as_json, as_text, check
 from benchmarks.samples import Sample
 from benchmarks.soak import Soak
-from benchmarks.sustained import Load, Sustained
+from benchmarks.sustained import NOT_HELD, Load, Sustained
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
@@ -112,45 +112,42 @@ def test_throughput_is_measured_and_right(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_what_follows_writes_runs_and_is_right(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    sizes = "--repeat 1 --seconds 2 --rates 100 --batches 2 --rows 2000 --tables 1 3 --backlog 3000 --executors 1"
+    sizes = "--repeat 1 --seconds 2 --rates 200 --batches 2 --rows 2000 --tables 3 --backlog 3000 --executors"
     done = run("latency", "floor", "sustained", "scaling", "startup", *sizes.split(), "--json", str(file), seconds=580)
-    faults = [line for line in done.stderr.splitlines() if line.startswith("benchmark failed")]
-    # What a busy machine does not hold for two seconds is no fault of the benchmark.
-    assert faults in ([], ["benchmark failed: the lowest rate is not held"]), done.stderr[-4000:]
-    assert done.returncode == len(faults), done.stderr[-4000:]
-    held = not faults
-    found: dict[str, Any] = json.loads(file.read_text())["findings"]
+    figures: dict[str, Any] = json.loads(file.read_text())
+    assert figures["failures"] in ([], [NOT_HELD]), done.stderr[-4000:]  # a busy machine may be slow, but never wrong
+    assert done.returncode == len(figures["failures"])
+    found = figures["findings"]
     (rate,) = found["latency"]["rates"]
     assert rate["written"]["median"] > 0
     assert 0 < rate["milliseconds"]["p50"]["median"] <= rate["milliseconds"]["max"]["median"]
     assert all(len(found["floor"][kind]["batches"]) >= 2 for kind in ("empty", "one row"))
-    assert found["sustained"]["rate"] == (100 if held else 0)
     (probe,) = found["sustained"]["probes"]
-    assert all(probe["cpu_per_million"][kind] >= 0 for kind in ("jvm", "reader", "target"))
+    assert len(probe["samples"]) > 2
+    assert all(probe["cpu_per_million"][kind] > 0 for kind in ("jvm", "target"))
     points = {axis: [(each["x"], each["changes"]) for each in points] for axis, points in found["scaling"].items()}
-    assert points == {"executors": [(1, 2000)], "tables": [(1, 2000), (3, 2000)], "backlog": [(3000, 3000)]}
+    assert points == {"tables": [(3, 2000)], "backlog": [(3000, 3000)]}
     assert all(each["cpu_microseconds"]["median"] > 0 for points in found["scaling"].values() for each in points)
     startup = {kind: each["median"] for kind, each in found["startup"].items()}
     assert 0 < startup["cold_connected"] < startup["cold"]
     assert startup["warm"] > 0
-    names = ["latency", "floor", *(["sustained"] if held else []), "scaling", "startup"]
-    figures = json.loads(file.read_text())
-    figures["findings"] = {name: figures["findings"][name] for name in names}
-    assert_documented(figures, tmp_path, *names)
+    assert_documented(figures, tmp_path, "latency", "floor", "sustained", "scaling", "startup")
 
 
 def assert_documented(figures: dict[str, Any], directory: Path, *names: str) -> None:
     """The figures come into a page, and the same bytes when they come again."""
     page, folder = directory / "benchmarks.md", directory / "benchmarks"
-    page.write_text("".join(f"before {name}\n<!-- figures: {name} -->\nold\n<!-- end -->\n" for name in (*names, "x")))
+    page.write_text(
+        "".join(f"before {name}\n<!-- figures: {name} -->\nstale\n<!-- end -->\n" for name in (*names, "x"))
+    )
     written = []
     for _ in range(2):
         docs.write(figures, directory)
         written.append([each.read_bytes() for each in (page, *sorted(folder.iterdir()))])
     assert written[0] == written[1]
     text = page.read_text()
-    assert text.count("old") == 1
-    assert text.endswith("<!-- figures: x -->\nold\n<!-- end -->\n")
+    assert text.count("stale") == 1
+    assert text.endswith("<!-- figures: x -->\nstale\n<!-- end -->\n")
     plots = re.findall(r"!\[[\w]+\]\(benchmarks/(\w+\.svg)\)", text)
     assert sorted(plots) == sorted(each.name for each in folder.iterdir())
     assert all(b"</svg>" in (folder / plot).read_bytes() for plot in plots)
@@ -256,5 +253,5 @@ def test_the_highest_rate_counts_that_is_held_each_time() -> None:
     assert (found.rate, len(found.steady), found.faults) == (1000, 2, ())
     assert found.as_json()["cpu_per_million"]["target"] == {"median": 200.0, "min": 200.0, "max": 200.0}
     lost = Sustained(10.0, (load(1000, behind=9.0),), ())
-    assert (lost.rate, lost.faults, lost.as_json()["cpu_per_million"]) == (0, ("the lowest rate is not held",), {})
+    assert (lost.rate, lost.faults, lost.as_json()["cpu_per_million"]) == (0, (NOT_HELD,), {})
     assert "not followed" in lost.as_text()
