@@ -7,13 +7,11 @@ when the unit with the last change is done: what Spark needs to start a query is
 from __future__ import annotations
 
 import json
-import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -25,12 +23,14 @@ from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
 from airflow_cdc_provider.engine.slot import read_identity
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
-from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
+from airflow_cdc_provider.engine.sockets import meeting_place
+from airflow_cdc_provider.engine.source import Meeting, SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob
 from benchmarks.backlog import PUBLICATION, Backlog, make_backlog, sums, walsender_start
@@ -192,11 +192,13 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
     with connected(dsn) as source:
         tables = resolve(source, pipeline.source.tables)
     targets = tuple(Target(table, table.schema, table.name) for table in tables)
+    work = Stage(sink, sink, 0, targets, {}, 0, dsn)  # type: ignore[arg-type]  # a part of a sink will do
     staged: list[StagedPiece] = []
+    handout = Handout()
+    handout.offers.append(lambda: work)
 
     def stage(pieces: DataFrame, batch: int) -> None:
-        task = Stage(sink, sink, 0, str(batch), targets, {}, 0, dsn)  # type: ignore[arg-type]  # a part of a sink will do
-        messages: list[Any] = [pickle.loads(row.message) for row in pieces.mapInArrow(task, "message binary").collect()]
+        messages = handout.stage(pieces, work)
         for message in messages:
             if isinstance(message, CdcError):
                 raise message
@@ -204,11 +206,12 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
         if messages:  # the first batch of a query can be empty
             clock.passed(Position.from_json(json.loads(messages[0].end)).lsn)
 
-    with backlog.slot() as slot:
+    with backlog.slot() as slot, meeting_place() as directory, handout.serving(directory):
+        meeting = Meeting.of(lab.spark, directory)
         clock = Clock(backlog, slot)
         with connected(dsn) as source:
             origin = Origin.of(read_identity(source, slot, PUBLICATION).to_dict())
-        options = SourceOptions(dsn, slot, PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0)  # type: ignore[arg-type]
+        options = SourceOptions(dsn, slot, PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0, meeting)  # type: ignore[arg-type]
         lab.spark.dataSource.register(postgres_cdc(options))
         pieces = lab.spark.readStream.format("postgres_cdc").load()
         checkpoint = lab.directory / "checkpoints" / slot

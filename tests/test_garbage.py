@@ -34,7 +34,7 @@ def read() -> None:
 
 def stage() -> None:
     nothing = cast(Any, None)
-    list(Stage(nothing, nothing, 1, "", (), {}, 0, "")(iter([])))
+    list(Stage(nothing, nothing, 1, (), {}, 0, "")(iter([])))
 
 
 @pytest.mark.parametrize("task", [read, stage])

@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine import commands, requests, wal
 from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CannotFollow
+from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.reread import adopt
 from airflow_cdc_provider.engine.run import existing_record, run_part
 from airflow_cdc_provider.engine.state import State
@@ -162,7 +163,7 @@ def collated(make_server: ServerMaker, system_binaries: Path) -> Databases:
 def test_what_was_found_is_forgotten_when_the_record_has_it(pipeline: PipelineUnderTest) -> None:
     """A key that was other at one look, and has been read again as it is since, refuses and repeats nothing."""
     with run_part(pipeline.pipeline, "stream", None) as (run, record), connected(pipeline.databases.source) as source:
-        units = Units(run, record)
+        units = Units(run, record, Handout())
         units.look(source)
         pipeline.source(OTHER_KEY)
         assert list(units.look(source)) == ["public.t"]

@@ -18,6 +18,7 @@ from airflow_cdc_provider.engine.connection import Connection
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
 from airflow_cdc_provider.engine.gate import Passage, gate
+from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.requests import take_requests
 from airflow_cdc_provider.engine.run import Run, existing_record
 from airflow_cdc_provider.engine.sinks.base import Record
@@ -28,20 +29,22 @@ class Fanout:
     """The units of all sinks of a run.
 
     :param record: the commit record, of all sinks as one.
+    :param handout: stages the batches.
     :ivar changes: row changes committed; of a batch, those in the sink that lacked most.
     :ivar tables: the same by table.
     :ivar seconds: time spent in batches that held changes.
     :ivar batch_seconds: the last of them.
     """
 
-    def __init__(self, run: Run, record: Record) -> None:
+    def __init__(self, run: Run, record: Record, handout: Handout) -> None:
         self.changes = 0
         self.tables: Counter[str] = Counter()
         self.seconds = 0.0
         self.batch_seconds: float | None = None
         self._run = run
         self._units = tuple(
-            Units(branch, record if branch is run else existing_record(branch.pipeline)) for branch in run.branches
+            Units(branch, record if branch is run else existing_record(branch.pipeline), handout)
+            for branch in run.branches
         )
         run.lag.advance(self.applied)
 
@@ -84,7 +87,7 @@ class Fanout:
         for units in self._units:
             units.halted = True
 
-    def bring(self, pieces: DataFrame, batch: int) -> None:
+    def bring(self, pieces: DataFrame) -> None:
         """Bring a batch into all sinks, after the requests that have been left, see :meth:`.Units.bring`.
 
         :raises CdcError: when it cannot be brought into one; the others may have it then.
@@ -94,7 +97,7 @@ class Fanout:
         waiting = self.waiting if self._units[0].parted else self._take_requests()
         for units in self._units:
             with self._naming(units.run):
-                units.bring(pieces, batch, waiting)
+                units.bring(pieces, waiting)
         gained, tables = max(
             (
                 (units.changes - had, units.tables - by_table)

@@ -19,6 +19,9 @@ Schema of the stream, one row a piece:
 ``piece``   binary   :meth:`Piece.to_bytes`; empty in a batch that only advances
 ``deposit`` string   where the sink has the messages of the piece; null if they
                      stand in it
+``message`` binary   what :class:`.stage.Stage` says of the piece, pickled, where
+                     it is staged in the read itself (:mod:`.handout`); the rest
+                     is null then but for ``index``, and else this is
 ==========  =======  ===========================================================
 
 A piece is as large as a block, unless a single row is larger. Such a row must not pass through the JVM, which would
@@ -29,29 +32,35 @@ which each executor reaches, and fetched by the task that stages it.
 from __future__ import annotations
 
 import json
+import pickle
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import pyarrow as pa
+from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxBytes
 from pyspark.sql.types import StructType
 
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.garbage import spare_modules
+from airflow_cdc_provider.engine.handout import chosen, handed_out
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
 from airflow_cdc_provider.engine.sinks.base import Sink
+from airflow_cdc_provider.engine.sockets import Answering, ask
 from airflow_cdc_provider.engine.table import human_bytes
 from airflow_cdc_provider.engine.wal import WalReader
 
-SCHEMA = "start string, end string, index int, piece binary, deposit string"
+SCHEMA = "start string, end string, index int, piece binary, deposit string, message binary"
 
 _ARROW = pa.schema(
     [
@@ -60,10 +69,30 @@ _ARROW = pa.schema(
         ("index", pa.int32()),
         ("piece", pa.binary()),
         ("deposit", pa.string()),
+        ("message", pa.binary()),
     ]
 )
+_SOCKET = "pieces"
 _BLOCK_BYTES = 8 << 20
 _SHIPPED_BYTES = 2 * _BLOCK_BYTES  # a larger piece is one of a large row
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the reader meets other processes of this machine.
+
+    :param directory: there the driver says how pieces are staged, see :mod:`.handout`.
+    :param of_tasks: whether the tasks, too, run on this machine, and can ask the reader for their pieces.
+    """
+
+    directory: str
+    of_tasks: bool
+
+    @classmethod
+    def of(cls, spark: SparkSession, directory: str) -> Self:
+        """The one of the jobs of a session."""
+        master = str(spark.sparkContext.master)
+        return cls(directory, master == "local" or master.startswith("local["))
 
 
 @dataclass(frozen=True)
@@ -76,6 +105,7 @@ class SourceOptions:
     :param heartbeat: seconds between two advances without content.
     :param sink: where pieces are deposited that are too large to be shipped.
     :param epoch: of the run.
+    :param meeting: ``None`` when pieces are staged behind the read.
     """
 
     dsn: str = field(repr=False)
@@ -87,6 +117,7 @@ class SourceOptions:
     heartbeat: float
     sink: Sink
     epoch: int
+    meeting: Meeting | None = None
 
 
 def postgres_cdc(options: SourceOptions) -> type[DataSource]:
@@ -112,11 +143,26 @@ def postgres_cdc(options: SourceOptions) -> type[DataSource]:
 
 
 class PiecePartition(InputPartition):
-    """One row of the stream, shipped with its task."""
+    """One row of the stream, shipped with its task.
 
-    def __init__(self, start: str, end: str, index: int, piece: bytes, deposit: str | None = None) -> None:
+    :param handed: how it may be staged, from :func:`.handout.handed_out`.
+    :param shelf: where the task asks for the piece, instead of ``piece``.
+    """
+
+    def __init__(
+        self,
+        start: str,
+        end: str,
+        index: int,
+        piece: bytes,
+        deposit: str | None = None,
+        handed: Mapping[str, bytes] = MappingProxyType({}),
+        shelf: str | None = None,
+    ) -> None:
         super().__init__(index)
+        self.shelf = shelf
         self.row = {"start": start, "end": end, "index": index, "piece": piece, "deposit": deposit}
+        self.handed = dict(handed)
 
 
 class SlotStreamReader(DataSourceStreamReader):
@@ -127,6 +173,8 @@ class SlotStreamReader(DataSourceStreamReader):
         self._reader: WalReader | None = None
         self._advanced = 0.0
         self._deposits: list[str] = []
+        self._shelf: list[bytes] = []
+        self._answering: Answering | None = None
 
     def _connected(self) -> WalReader:
         if self._reader is None:
@@ -170,9 +218,16 @@ class SlotStreamReader(DataSourceStreamReader):
         failpoint("before-batch-planned")
         pieces = self._connected().take(first, last)
         texts = json.dumps(start), json.dumps(end)
-        planned = [PiecePartition(*texts, i, *self._shippable(piece)) for i, piece in enumerate(pieces)]
+        shipped = [self._shippable(piece) for piece in pieces] or [(b"", None)]
+        meeting = self._options.meeting
+        handed = handed_out(meeting.directory) if meeting is not None else {}
+        shelf = self._shelve([piece for piece, _ in shipped]) if meeting is not None and meeting.of_tasks else None
+        planned = [
+            PiecePartition(*texts, i, piece if shelf is None else b"", deposit, handed, shelf)
+            for i, (piece, deposit) in enumerate(shipped)
+        ]
         failpoint("after-batch-planned")
-        return planned or [PiecePartition(*texts, 0, b"")]
+        return planned
 
     def _shippable(self, piece: Piece) -> tuple[bytes, str | None]:
         """Pack a piece; one that is too large without its messages, which are deposited in the sink."""
@@ -184,6 +239,15 @@ class SlotStreamReader(DataSourceStreamReader):
             self._options.sink.deposit(self._options.epoch, name, piece.data)
         return replace(piece, data=b"").to_bytes(), name
 
+    def _shelve(self, pieces: list[bytes]) -> str:
+        """Keep the pieces of a batch until the next one; return where tasks ask for them, by index."""
+        assert self._options.meeting is not None
+        directory = self._options.meeting.directory
+        self._shelf = pieces
+        if self._answering is None:
+            self._answering = Answering(directory, _SOCKET, lambda index: self._shelf[int(index)])
+        return directory
+
     def _discard(self) -> None:
         """Remove what was deposited for batches that are committed. What a lost run has left is swept at the start."""
         if self._deposits:
@@ -192,12 +256,23 @@ class SlotStreamReader(DataSourceStreamReader):
             self._deposits = []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the one row of a partition; runs on an executor."""
+        """Yield the one row of a partition, staged if the driver goes by what was handed out; runs on an executor."""
         assert isinstance(partition, PiecePartition)
-        yield pa.RecordBatch.from_pylist([partition.row], schema=_ARROW)
-        spare_modules()
+        row: dict[str, Any] = partition.row
+        if partition.shelf is not None:
+            row = row | {"piece": bytes(ask(partition.shelf, _SOCKET, str(row["index"]).encode()))}
+        stage, failed = chosen(partition.handed), False
+        if stage is not None:
+            message = stage.message(row)
+            failed = isinstance(message, CdcError)
+            row = {"index": row["index"], "message": pickle.dumps(message)}
+        yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
+        if not failed:
+            spare_modules()
 
     def stop(self) -> None:
+        if self._answering is not None:
+            self._answering.close()
         if self._reader is not None:
             self._reader.close()
 

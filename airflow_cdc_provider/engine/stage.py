@@ -1,15 +1,17 @@
-"""The work of a staging task: raw pieces of the log in, effects in the sink's staging and pickled messages out.
+"""The work of a staging task: a raw piece of the log in, effects in the sink's staging and a pickled message out.
 
-It runs on executors. What a piece does is worked out from the log alone, but for keys whose
-chunk, or whose place among rows that were read again, only a database can tell.
+It runs on executors, in the task that reads the piece or in one behind it (see :mod:`.handout`). What a piece does is
+worked out from the log alone, but for keys whose chunk, or whose place among rows that were read again, only a
+database can tell.
 """
 
 from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,8 @@ from airflow_cdc_provider.engine.sinks.base import Record, Sink, StagedPiece, Ta
 
 END = (1 << 63) - 1
 """Beyond every LSN."""
+PIECE = ("start", "end", "index", "piece", "deposit")
+"""The columns of :class:`.source.PostgresCdcSource` that say what is to be staged."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class _CannotPlace(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """The work of a staging task, as a function that Spark ships: raw pieces in, pickled messages out.
+    """The work of a staging task; as a function that Spark ships it takes raw pieces, and yields pickled messages.
 
     :param depot: the sink in which large pieces are deposited.
     :param targets: all that are recorded. A leaf that has gone from one to another belongs to both until the one that
@@ -61,7 +65,6 @@ class Stage:
     sink: Sink
     depot: Sink
     epoch: int
-    batch: str
     targets: tuple[Target, ...]
     filters: dict[str, TableFilter]
     high: int
@@ -72,19 +75,26 @@ class Stage:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         failed = False
         for batch in batches:
-            for row in batch.to_pylist():
-                message: StagedPiece | Misfit | Unplaced | CdcError
-                try:
-                    message = self._stage(**row)
-                except _CannotPlace as e:
-                    message = e.unplaced
-                except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
-                    message, failed = e, True
-                except DRIVER_ERRORS as e:
-                    message, failed = driver_failure(e, "staging"), True
+            for row in batch.select(PIECE).to_pylist():
+                message = self.message(row)
+                failed |= isinstance(message, CdcError)
                 yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
         if not failed:
             spare_modules()
+
+    def message(self, piece: Mapping[str, Any]) -> StagedPiece | Misfit | Unplaced | CdcError:
+        """Stage a piece.
+
+        :param piece: a row, of the columns :data:`PIECE`.
+        """
+        try:
+            return self._stage(**piece)
+        except _CannotPlace as e:
+            return e.unplaced
+        except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
+            return e
+        except DRIVER_ERRORS as e:
+            return driver_failure(e, "staging")
 
     def _decode(self, packed: bytes, deposit: str | None) -> tuple[list[Changes], int]:
         """The changes of a piece, and the commit record of the transaction that is open at its start, or 0."""
@@ -130,7 +140,7 @@ class Stage:
         finally:
             if source is not None:
                 source.close()
-        staged = self.sink.stage(self.epoch, f"{self.batch}_{index}_{uuid.uuid4().hex[:8]}", net.effects)
+        staged = self.sink.stage(self.epoch, f"{self.epoch}_{index}_{uuid.uuid4().hex[:12]}", net.effects)
         xids = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(c.xid for c in decoded)]))
         return StagedPiece(
             start,

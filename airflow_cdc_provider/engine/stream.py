@@ -26,13 +26,15 @@ from airflow_cdc_provider.engine.errors import CdcError, StreamFailed, TableLock
 from airflow_cdc_provider.engine.fanout import Fanout
 from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.gate import Passage
+from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.locks import naming_holders
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot, wait_until
-from airflow_cdc_provider.engine.source import SourceOptions, postgres_cdc
+from airflow_cdc_provider.engine.sockets import meeting_place
+from airflow_cdc_provider.engine.source import Meeting, SourceOptions, postgres_cdc
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,8 @@ class StreamJob:
         self._report = report
         self._began = record.applied
         self._origin = Origin.of(record.identity)
-        self._units = Fanout(run, record)
+        self._handout = Handout()
+        self._units = Fanout(run, record, self._handout)
         self._batches = Batches(run, self._batch, _batch_failure, _query_failure)
         self._passage: Passage | None = None
         self._seen: Passage | None = None
@@ -115,7 +118,8 @@ class StreamJob:
         :returns: what was done. Ends early when the run is asked to stop.
         :raises CdcError: when the stream cannot go on.
         """
-        return self._follow(self._start(), target)
+        with meeting_place() as directory, self._handout.serving(directory):
+            return self._follow(self._start(directory), target)
 
     def _follow(self, query: StreamingQuery, target: int | None) -> StreamProgress:
         beat = time.monotonic()
@@ -166,7 +170,7 @@ class StreamJob:
             units.waiting or self._unseen,
         )
 
-    def _source_options(self) -> SourceOptions:
+    def _source_options(self, meeting: Meeting | None = None) -> SourceOptions:
         pipeline = self._pipeline
         return SourceOptions(
             pipeline.source.dsn,
@@ -178,12 +182,13 @@ class StreamJob:
             pipeline.stream.heartbeat,
             self._run.depot,
             self._run.epoch,
+            meeting,
         )
 
-    def _start(self) -> StreamingQuery:
+    def _start(self, directory: str) -> StreamingQuery:
         self._sweep()
         spare_modules()
-        self._spark.dataSource.register(postgres_cdc(self._source_options()))
+        self._spark.dataSource.register(postgres_cdc(self._source_options(Meeting.of(self._spark, directory))))
         pieces = self._spark.readStream.format("postgres_cdc").load()
         return (
             pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
@@ -230,10 +235,10 @@ class StreamJob:
         self._run.commit_record.sweep(self._run.epoch)
         self._run.commit_record.discard(self._run.epoch)
 
-    def _batch(self, pieces: DataFrame, number: int) -> None:
+    def _batch(self, pieces: DataFrame, _: int) -> None:
         if self._seen is not None:
             self._units.note(self._seen)
-        self._units.bring(pieces, number)
+        self._units.bring(pieces)
         self._report(self._progress())
 
 

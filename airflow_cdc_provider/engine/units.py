@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -47,6 +46,7 @@ from airflow_cdc_provider.engine.evolution import (
 )
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.gate import Passage
+from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Relation
 from airflow_cdc_provider.engine.requests import requested
@@ -97,6 +97,7 @@ class Units:
     """Brings batches into a sink, one after the other.
 
     :param run: the part, or the branch of it, that has this sink alone.
+    :param handout: stages the batches.
     :ivar record: the sink's commit record, as last read.
     :ivar applied: LSN durable in the sink.
     :ivar changes: row changes committed.
@@ -106,7 +107,7 @@ class Units:
     :ivar halted: set from outside to end a wait.
     """
 
-    def __init__(self, run: Run, record: Record) -> None:
+    def __init__(self, run: Run, record: Record, handout: Handout) -> None:
         self.record = record
         self.applied = record.applied
         self.changes = 0
@@ -116,6 +117,7 @@ class Units:
         self.halted = False
         self.run = run
         self.barriers = Barriers()
+        self._handout = handout
         self._parts: list[StagedPiece] = []
         self._since = 0
         self._catalog = ""
@@ -123,6 +125,7 @@ class Units:
         self._drift: _Drift | None = None
         self._truncates: dict[int, int] = {}
         self._looking = threading.Lock()  # also beside the batches, by the thread that watches them
+        handout.offers.append(self._next)
 
     def now(self) -> int:
         """The applied LSN of the moment."""
@@ -159,11 +162,10 @@ class Units:
         if news:
             self.record = replace(self.record, identity={**self.record.identity, **news})
 
-    def bring(self, pieces: DataFrame, batch: int, waiting: str | None) -> None:
+    def bring(self, pieces: DataFrame, waiting: str | None) -> None:
         """Bring a batch into the sink: stage it, follow what it says of the schema, commit it if it ends a unit.
 
         :param pieces: rows of :class:`.source.PostgresCdcSource`.
-        :param batch: Spark's number of the batch, for names only.
         :param waiting: what requests wait for.
         :raises CdcError: when it cannot be brought in; nothing beyond ``applied`` is in the sink then.
         """
@@ -171,7 +173,7 @@ class Units:
         self._since, met = self.applied, Counter[tuple[str, int]]()
         while True:
             try:
-                self._unit(pieces, batch, None)
+                self._unit(pieces, None)
                 break
             except _RelationChanged as e:
                 met[e.misfit.label, e.misfit.commit_lsn] += 1
@@ -180,17 +182,17 @@ class Units:
                         f"{e.misfit.label} is described at {format_lsn(e.misfit.commit_lsn)} as it is not defined",
                         f"Run `airflow-cdc resnapshot --table '{e.misfit.label}'`.",
                     ) from e
-                self._meet(e.misfit, pieces, batch)
+                self._meet(e.misfit, pieces)
         if not self._parts:
             waiting = self._settle() or waiting
         self._wait_for(waiting)
 
-    def _unit(self, pieces: DataFrame, batch: int, before: int | None) -> None:
+    def _unit(self, pieces: DataFrame, before: int | None) -> None:
         """Bring the batch into the sink, or those of its transactions whose commit record lies before an LSN.
 
         :raises _RelationChanged: when nothing was committed, as there are changes in another format.
         """
-        staged = self._stage(pieces, batch, before)
+        staged = self._stage(pieces, before)
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
             self._parts += staged
@@ -207,7 +209,7 @@ class Units:
             if self._parts:
                 raise _torn()
             self.run.sink.sweep(self.run.epoch)
-            unit = _numbered(self._stage(pieces, batch, before))
+            unit = _numbered(self._stage(pieces, before))
         else:
             raise StreamFailed(
                 f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
@@ -221,22 +223,26 @@ class Units:
             self.changes += piece.changes
             self.tables.update(piece.changes_by_table)
 
-    def _stage(self, pieces: DataFrame, batch: int, before: int | None) -> list[StagedPiece]:
+    def _next(self) -> Stage:
+        """How the batch that comes next would be staged, if nothing is changed before."""
+        return self._work(self.applied, END)
+
+    def _work(self, since: int, before: int) -> Stage:
         filters = open_filters(self.record, self.applied)
-        stage = Stage(
+        return Stage(
             self.run.sink,
             self.run.depot,
             self.run.epoch,
-            f"{self.run.epoch}_{batch}",
             self.record.targets,
             filters,
             self.record.high,
             self.run.pipeline.source.dsn,
-            self._since,
-            END if before is None else before,
+            since,
+            before,
         )
-        found = pieces.mapInArrow(stage, "message binary").collect()
-        messages = [pickle.loads(row.message) for row in found]
+
+    def _stage(self, pieces: DataFrame, before: int | None) -> list[StagedPiece]:
+        messages = self._handout.stage(pieces, self._work(self._since, END if before is None else before))
         misfits = [message for message in messages if isinstance(message, Misfit)]
         if misfits:
             raise _RelationChanged(min(misfits, key=lambda misfit: misfit.commit_lsn))
@@ -245,7 +251,7 @@ class Units:
             self.run.sink.sweep(self.run.epoch)
             for table in unplaced.values():
                 self._read_unplaced(table)
-            return self._stage(pieces, batch, before)
+            return self._stage(pieces, before)
         for message in messages:
             if isinstance(message, CdcError):
                 raise message
@@ -269,7 +275,7 @@ class Units:
         if self._parts:  # staged by the bounds of before
             raise _torn()
 
-    def _meet(self, misfit: Misfit, pieces: DataFrame, batch: int) -> None:
+    def _meet(self, misfit: Misfit, pieces: DataFrame) -> None:
         """Commit what comes before the first changes in another format; then follow the change of schema.
 
         The unit ends at the commit record of their transaction: those before end there or earlier, and the server
@@ -279,7 +285,7 @@ class Units:
         if not self._parts:
             self.run.sink.sweep(self.run.epoch)  # what the pieces without a misfit have staged
         if misfit.commit_lsn > self.applied and not torn:
-            self._unit(pieces, batch, misfit.commit_lsn)
+            self._unit(pieces, misfit.commit_lsn)
             failpoint("unit-cut")
         self._since = misfit.commit_lsn
         target = target_of(self.record, misfit.label)

@@ -1,0 +1,95 @@
+"""How staging gets into the tasks that read the log, so that one task reads a piece and stages it.
+
+Staged behind the read (``mapInArrow``), a piece passes through the JVM and between two Python processes, and a batch
+needs two of these for each core. In the read itself (:meth:`.source.SlotStreamReader.read`) it needs to know what is to
+be done, which the driver knows, but Spark asks the reader for the tasks of a batch before it tells the driver of it
+(``foreachBatch``). So the reader asks the driver beforehand, and ships the answer with the pieces.
+
+Until the batch is staged, that may have changed: a request has tables read again, or the batch is cut where the schema
+changes. The driver says by a local property of its thread, which Spark hands to tasks, which of the answers it goes
+by. A task that has no such answer returns the raw piece, and that is staged behind the read.
+
+The work holds addresses with passwords, and keys, which are data. Local properties show up in event logs, and files
+outlive a driver that is killed; so it goes through a socket.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import count
+from typing import Any
+
+from pyspark import TaskContext, cloudpickle
+from pyspark.sql import DataFrame
+
+from airflow_cdc_provider.engine.sockets import Answering, ask
+from airflow_cdc_provider.engine.stage import Stage
+
+_PROPERTY = "airflow_cdc.stage"
+_SOCKET = "stages"
+# It is shipped with each piece of a batch, some of which would not fit into a message to an executor with more.
+_LARGEST = 256 << 10
+
+
+class Handout:
+    """The driver's side: hands out the staging of the batch that comes next, and stages it.
+
+    :ivar offers: what says how each sink would stage it; called between two batches, on a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self.offers: list[Callable[[], Stage]] = []
+        self._handed: dict[str, Stage] = {}
+        self._numbers = count()
+
+    @contextmanager
+    def serving(self, directory: str) -> Iterator[None]:
+        """Answer the reader for the time of a query.
+
+        :param directory: a :func:`.meeting_place`.
+        """
+        with closing(Answering(directory, _SOCKET, lambda _: self._hand_out())):
+            yield
+
+    def _hand_out(self) -> bytes:
+        self._handed = {str(next(self._numbers)): offer() for offer in self.offers}
+        pickled = {number: cloudpickle.dumps(stage) for number, stage in self._handed.items()}  # type: ignore[no-untyped-call]
+        if sum(map(len, pickled.values())) > _LARGEST:
+            pickled = self._handed = {}
+        return pickle.dumps(pickled)
+
+    def stage(self, pieces: DataFrame, stage: Stage) -> list[Any]:
+        """Stage a batch.
+
+        :param pieces: rows of :class:`.source.PostgresCdcSource`.
+        :returns: the messages of :class:`.Stage`, one a piece, in no order.
+        """
+        number = next((number for number, handed in self._handed.items() if handed == stage), None)
+        if number is None:
+            rows = pieces.mapInArrow(stage, "message binary").collect()
+        else:
+            context = pieces.sparkSession.sparkContext
+            context.setLocalProperty(_PROPERTY, number)
+            try:
+                rows = pieces.select("message").collect()
+            finally:
+                context.setLocalProperty(_PROPERTY, None)  # type: ignore[arg-type]  # removes it
+        return [pickle.loads(row.message) for row in rows]
+
+
+def handed_out(directory: str) -> Mapping[str, bytes]:
+    """The reader's side: what the driver hands out for the next batch, to be shipped with its pieces."""
+    handed: Mapping[str, bytes] = pickle.loads(ask(directory, _SOCKET))
+    return handed
+
+
+def chosen(handed: Mapping[str, bytes]) -> Stage | None:
+    """The task's side: what the driver goes by, of what was handed out; ``None`` when that is something else."""
+    context = TaskContext.get()
+    number = context.getLocalProperty(_PROPERTY) if context is not None else None
+    if number is None or number not in handed:
+        return None
+    stage: Stage = pickle.loads(handed[number])
+    return stage

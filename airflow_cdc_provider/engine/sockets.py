@@ -1,0 +1,96 @@
+"""Questions and answers between the processes of one user on one machine, of which no trace stays on a disk.
+
+Spark starts the processes that work for it, so that they have no pipe to each other. They meet at Unix sockets in a
+directory that only this user can enter; the driver makes it, and removes it at the end. A connection carries one
+question and one answer, each behind its length.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+_LENGTH = struct.Struct("<Q")
+
+
+@contextmanager
+def meeting_place() -> Iterator[str]:
+    """A directory for sockets, for a time."""
+    # TMPDIR may be long, and a socket's path has at most 108 bytes.
+    with tempfile.TemporaryDirectory(prefix="airflow-cdc-", dir="/tmp") as directory:
+        yield directory
+
+
+class Answering:
+    """A thread that answers, one after the other; ends with the process, if not before.
+
+    :param answer: called in the thread with each question; what it raises ends the thread, and refuses whoever asks.
+    """
+
+    def __init__(self, directory: str, name: str, answer: Callable[[bytearray], bytes]) -> None:
+        self._answer = answer
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(os.path.join(directory, name))
+        self._server.listen()
+        self._thread = threading.Thread(target=self._run, name=f"answering-{name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        with suppress(OSError):  # it has ended itself
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._server as server:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # closed
+                    return
+                with connection:
+                    try:
+                        question = _receive(connection)
+                    except ConnectionError:
+                        continue
+                    answer = self._answer(question)
+                    with suppress(ConnectionError):  # whoever asked has been ended
+                        _send(connection, answer)
+
+
+def ask(directory: str, name: str, question: bytes = b"") -> bytearray:
+    """Ask the process that answers by a name.
+
+    :raises OSError: when there is none, or it ends before it has answered.
+    """
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(os.path.join(directory, name))
+        _send(client, question)
+        return _receive(client)
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(message)))
+    if message:  # after an empty one the other end may have answered and gone
+        connection.sendall(message)
+
+
+def _receive(connection: socket.socket) -> bytearray:
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    return _exactly(connection, length)
+
+
+def _exactly(connection: socket.socket, length: int) -> bytearray:
+    found = bytearray(length)
+    left = memoryview(found)
+    while left:
+        count = connection.recv_into(left)
+        if not count:
+            raise ConnectionResetError(f"{len(left)} of {length} bytes did not come")
+        left = left[count:]
+    return found
