@@ -166,6 +166,7 @@ def apply(sink: Rows, net: Collapsed, key: tuple[int, ...], read_again: Callable
     for at in keys:
         sink.pop(at, None)
     for i, (at, row, origin) in enumerate(zip(keys, rows, origins, strict=True)):
+        assert not net.fresh[i] or at not in before
         missing = [column for column, flags in net.missing.items() if flags[i]]
         assert all(row[column] is None for column in missing)
         final: Row | None = row
@@ -227,7 +228,10 @@ def test_collapsed_pieces_do_what_the_changes_did(
         truncated_at = max((n for n, e in enumerate(piece) if e.op == "t"), default=-1)
         if truncated_at >= 0:
             sink.clear()
-        apply(sink, collapse(changes, halves, kept, key, truncated_at), key, unknown)
+        net = collapse(changes, halves, kept, key, truncated_at)
+        touched = zip(*(net.rows.column(column).to_pylist() for column in key), strict=True)
+        assert net.fresh.tolist() == [at not in sink for at in touched]
+        apply(sink, net, key, unknown)
     assert sink == source
 
 

@@ -9,12 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
 
+import numpy as np
 import psycopg
 import psycopg2.extensions
+import pyarrow as pa
 import pytest
 from psycopg.rows import dict_row
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import StagingLost
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
@@ -22,6 +25,7 @@ from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.sink_contract import (
+    LABEL,
     ChangelogContract,
     MirrorContract,
     ProtocolContract,
@@ -190,3 +194,20 @@ def test_staging_that_a_crash_emptied_is_noticed(make_server: ServerMaker) -> No
         begun.sink.commit(begun.epoch, 100, 200, unit)
     assert begun.rows() == []
     assert begun.record.applied == 100
+
+
+@pytest.mark.parametrize("known", [None, "7"], ids=["as the log tells", "but for one"])
+def test_rows_that_should_be_new_are_inserted_and_others_replaced(databases: Databases, known: str | None) -> None:
+    """What the log says of a key that the mirror has, for whatever reason, does not keep a unit from being applied."""
+    begun = begin(PostgresStore(databases.target), "mirror")
+    if known is not None:
+        begun.unit(100, 150, upsert(known, "old", "1.00"))
+    keys = [str(n) for n in range(2000)]
+    cells = {"c0": keys, "c1": ["new"] * 2000, "c2": ["2.00"] * 2000}
+    erased = {"erased": pa.array([False] * 2000)}
+    fresh = np.array([n % 2 == 1 for n in range(2000)])
+    rows = pa.table(erased | {name: pa.array(texts, pa.large_string()) for name, texts in cells.items()})
+    (staged,) = begun.piece(Effect(LABEL, False, rows, fresh)).tables
+    assert "fresh" in staged.columns
+    begun.unit(begun.record.applied, 200, Effect(LABEL, False, rows, fresh))
+    assert begun.rows() == sorted((key, "new", "2.00") for key in keys)

@@ -75,11 +75,14 @@ class Effect:
         add or, if negative, to remove, and ``c0`` …. In changelog mode one row a change: ``op``, ``commit_lsn``,
         ``seq``, ``xid``, ``commit_ts`` (microseconds since 1970), ``c0`` …, and where there are any ``unchanged``
         (text, a text[] of names), ``old_kind`` and ``b0`` … the old row or key.
+    :param fresh: of a mirror with a key, True for each of the rows at whose key none stood before, as far as the log
+        tells: a hint, since a mirror may hold what the log does not know of. ``None`` where nothing is known.
     """
 
     label: str
     truncate: bool
     rows: pa.Table
+    fresh: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,14 +130,15 @@ def effects(
                 truncated_at = int(row)
         halves = split(changes, key)
         kept = _keep(halves, changes, table, filter_, ask, ask_members)
+        fresh = None
         if mode == "mirror" and not key:
             rows = _counted_rows(changes, halves, kept, truncated_at)
         elif mode == "mirror":
-            rows = _mirror_rows(changes, halves, kept, key, truncated_at)
+            rows, fresh = _mirror_rows(changes, halves, kept, key, truncated_at)
         else:
             rows = _changelog_rows(changes, halves, kept, key, table, filter_)
         if rows.num_rows or truncated_at >= 0:
-            result.append(Effect(table.label, truncated_at >= 0, rows))
+            result.append(Effect(table.label, truncated_at >= 0, rows, fresh))
     return PieceEffects(tuple(result), frozenset(split_truncates), counted)
 
 
@@ -264,14 +268,14 @@ def _keep(
 
 def _mirror_rows(
     changes: Changes, halves: Halves, kept: NDArray[np.bool_], key: tuple[int, ...], truncated_at: int
-) -> pa.Table:
+) -> tuple[pa.Table, NDArray[np.bool_]]:
     net = collapse(changes, halves, kept, key, truncated_at)
     columns = {ERASED: pa.array(net.erased)}
     columns |= {f"c{i}": column for i, column in enumerate(net.rows.columns)}
     if net.missing:
         columns[MISSING] = _array_literal({str(i): mask for i, mask in net.missing.items()})
         columns |= {f"o{i}": column for i, column in enumerate(net.origin)}
-    return pa.table(columns)
+    return pa.table(columns), net.fresh
 
 
 def _counted_rows(changes: Changes, halves: Halves, kept: NDArray[np.bool_], truncated_at: int) -> pa.Table:

@@ -71,6 +71,7 @@ class Collapsed:
 
     :param rows: the relation's columns as text; null where NULL, where missing, and outside the key where erased.
     :param erased: True where no row stands at the key in the end.
+    :param fresh: True where none stood there before: the first half is an insert, or where a move ends.
     :param missing: by column index, True where the value was not sent and has to come from the origin;
         only columns that miss some value.
     :param origin: the key, before the piece, of the row that has the missing values, one array per key
@@ -79,6 +80,7 @@ class Collapsed:
 
     rows: pa.RecordBatch
     erased: NDArray[np.bool_]
+    fresh: NDArray[np.bool_]
     missing: dict[int, NDArray[np.bool_]]
     origin: tuple[pa.Array, ...]
 
@@ -196,6 +198,10 @@ def collapse(
     code, distinct = encode(keys)
     last = np.empty(distinct, dtype=np.int64)
     last[code] = np.arange(len(code))  # of the halves of one key the last stays
+    first = np.empty(distinct, dtype=np.int64)
+    first[code[::-1]] = np.arange(len(code))[::-1]
+    begun = ~erase & ((changes.op[row] == ord("i")) | (halves.moved_from[chosen] >= 0))
+    fresh = begun[first][code]
     last.sort()
     erased = erase[last]
 
@@ -221,7 +227,7 @@ def collapse(
     origin = np.full(len(last), -1)
     if lineages is not None and missing:
         origin = np.where(np.logical_or.reduce(list(missing.values())), lineages.origin[last], -1)
-    return Collapsed(rows, erased, missing, tuple(_take(column, origin, origin < 0) for column in keys))
+    return Collapsed(rows, erased, fresh[last], missing, tuple(_take(column, origin, origin < 0) for column in keys))
 
 
 def _links(halves: Halves, chosen: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -43,7 +43,7 @@ from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, wri
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
 from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides, target_rows
-from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements, with_fresh
 
 
 @dataclass(frozen=True)
@@ -301,23 +301,23 @@ class PostgresSink(PostgresRecord):
             rows(connection, "SET LOCAL synchronous_commit = off")
             targets = self._targets(connection)
             for number, effect in enumerate(effects):
-                relation = None
+                relation, staged_rows = None, with_fresh(effect)
                 if effect.rows.num_rows:
                     relation = f"{self._staging_prefix}{attempt}_{number}"
                     target = targets[effect.label]
                     statements = TableStatements(connection, target)
-                    if COUNT in effect.rows.column_names:
+                    if COUNT in staged_rows.column_names:
                         statements.create_counted_staging(relation)
                     elif self.mode == "mirror":
-                        statements.create_mirror_staging(relation, effect.rows.column_names)
+                        statements.create_mirror_staging(relation, staged_rows.column_names)
                     else:
-                        statements.create_changelog_staging(relation, effect.rows.column_names)
+                        statements.create_changelog_staging(relation, staged_rows.column_names)
                     with refusals(target, {f"c{i}": c.name for i, c in enumerate(target.table.columns)}):
                         copy_batches(
                             connection,
                             sql.Identifier("airflow_cdc", relation),
-                            effect.rows.column_names,
-                            iter(effect.rows.to_batches()),
+                            staged_rows.column_names,
+                            iter(staged_rows.to_batches()),
                         )
                 staged.append(
                     Staged(
@@ -325,7 +325,7 @@ class PostgresSink(PostgresRecord):
                         relation,
                         effect.rows.num_rows,
                         effect.truncate,
-                        tuple(effect.rows.column_names),
+                        tuple(staged_rows.column_names),
                     )
                 )
             failpoint("before-batch-staged")
