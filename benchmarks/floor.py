@@ -29,8 +29,8 @@ from benchmarks.report import check, spread
 
 FLOOR = "floor"
 EMPTY, ONE_ROW = "empty", "one row"
-WHOLE = "triggerExecution"
-"""Spark's name for all of a batch; the other phases are parts of it."""
+WHOLE = "whole"
+"""All of a batch, from when it is planned; the other phases, in Spark's names, are parts of it."""
 
 _WARM = 10
 _SECONDS = 60.0
@@ -128,4 +128,10 @@ def _batches(spark: SparkSession, write: Callable[[], None]) -> tuple[dict[str, 
 
 def _reported(query: StreamingQuery) -> dict[int, dict[str, int]]:
     """The durations of the last batches by number; Spark also reports triggers without one."""
-    return {each.batchId: each.durationMs for each in query.recentProgress if "addBatch" in each.durationMs}
+    return {each.batchId: _phases(each.durationMs) for each in query.recentProgress if "addBatch" in each.durationMs}
+
+
+def _phases(durations: dict[str, int]) -> dict[str, int]:
+    """The phases of a batch; in that of the offset the source waits for something to come."""
+    told = {name: value for name, value in durations.items() if name not in ("triggerExecution", "latestOffset")}
+    return {WHOLE: durations["triggerExecution"] - durations["latestOffset"], **told}

@@ -211,7 +211,9 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
         clock = Clock(backlog, slot)
         with connected(dsn) as source:
             origin = Origin.of(read_identity(source, slot, PUBLICATION).to_dict())
-        options = SourceOptions(dsn, slot, PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0, meeting)  # type: ignore[arg-type]
+        options = SourceOptions(
+            dsn, slot, PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0, 0.0, meeting
+        )  # type: ignore[arg-type]
         lab.spark.dataSource.register(postgres_cdc(options))
         pieces = lab.spark.readStream.format("postgres_cdc").load()
         checkpoint = lab.directory / "checkpoints" / slot

@@ -167,6 +167,10 @@ class Buffer:
         if self._transaction is None:
             self.position = max(self.position, wal_end)
 
+    def holds(self, after: Position) -> bool:
+        """Whether whole transactions with content have come behind a position, or parts of one."""
+        return self._committed > 0 or (bool(self._blocks) and self._blocks[-1].end > after)
+
     def seal(self) -> Position:
         """Make a block of the whole transactions that have come; return the end of the last block."""
         self._seal_committed()

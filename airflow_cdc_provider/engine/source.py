@@ -74,6 +74,8 @@ _ARROW = pa.schema(
 )
 _SOCKET = "pieces"
 _BLOCK_BYTES = 8 << 20
+# Spark asks again every 10 ms, which is work, too.
+_PATIENCE_SECONDS = 1.0
 _SHIPPED_BYTES = 2 * _BLOCK_BYTES  # a larger piece is one of a large row
 
 
@@ -105,6 +107,9 @@ class SourceOptions:
     :param heartbeat: seconds between two advances without content.
     :param sink: where pieces are deposited that are too large to be shipped.
     :param epoch: of the run.
+    :param trigger: least seconds from the start of a batch to that of the next, unless there is as much as a batch may
+        hold. Spark's own triggers would have a backlog wait, too, and a single change for the next round number.
+        ``None`` for a reader that does not wait, not even for a change.
     :param meeting: ``None`` when pieces are staged behind the read.
     """
 
@@ -117,6 +122,7 @@ class SourceOptions:
     heartbeat: float
     sink: Sink
     epoch: int
+    trigger: float | None = None
     meeting: Meeting | None = None
 
 
@@ -205,7 +211,10 @@ class SlotStreamReader(DataSourceStreamReader):
             reader.committed(after)
             failpoint("after-acknowledgement")
             self._discard()
-        end = reader.cut(after, getattr(limit, "max_bytes", options.max_batch_bytes))
+        max_bytes = getattr(limit, "max_bytes", options.max_batch_bytes)
+        if options.trigger is not None:
+            reader.await_batch(after, max_bytes, self._advanced + options.trigger, _PATIENCE_SECONDS)
+        end = reader.cut(after, max_bytes)
         if end == after and time.monotonic() - self._advanced >= options.heartbeat:
             end = reader.idle_position(after)
         if end != after:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from pyspark.sql import DataFrame, SparkSession
@@ -170,7 +170,7 @@ class StreamJob:
             units.waiting or self._unseen,
         )
 
-    def _source_options(self, meeting: Meeting | None = None) -> SourceOptions:
+    def _source_options(self) -> SourceOptions:
         pipeline = self._pipeline
         return SourceOptions(
             pipeline.source.dsn,
@@ -182,19 +182,23 @@ class StreamJob:
             pipeline.stream.heartbeat,
             self._run.depot,
             self._run.epoch,
-            meeting,
         )
 
     def _start(self, directory: str) -> StreamingQuery:
         self._sweep()
         spare_modules()
-        self._spark.dataSource.register(postgres_cdc(self._source_options(Meeting.of(self._spark, directory))))
+        options = replace(
+            self._source_options(),
+            trigger=self._pipeline.stream.trigger,
+            meeting=Meeting.of(self._spark, directory),
+        )
+        self._spark.dataSource.register(postgres_cdc(options))
         pieces = self._spark.readStream.format("postgres_cdc").load()
         return (
             pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
             .foreachBatch(self._batches)
             .option("checkpointLocation", self._run.state.new_checkpoint(self._run.epoch))
-            .trigger(processingTime=f"{int(self._pipeline.stream.trigger * 1000)} milliseconds")
+            .trigger(processingTime="0 seconds")  # the source waits
             .start()
         )
 

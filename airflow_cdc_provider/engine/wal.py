@@ -101,6 +101,21 @@ class WalReader:
         self._thread = threading.Thread(target=self._run, name="wal-reader", daemon=True)
         self._thread.start()
 
+    def await_batch(self, after: Position, limit: int, due: float, patience: float) -> None:
+        """Wait for the first transaction of the batch that begins at ``after``, then until it is due or full.
+
+        :param limit: bytes of a full batch.
+        :param due: of the clock :func:`time.monotonic`.
+        :param patience: seconds to wait for a transaction.
+        """
+        last = time.monotonic() + patience
+        with self._changed:
+            while self._failure is None and self._buffer.bytes < limit:
+                left = (due if self._buffer.holds(after) else last) - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait(left)
+
     def cut(self, after: Position, limit: int) -> Position:
         """See :meth:`Buffer.cut`; what came before a change that cannot be sent is still delivered."""
         with self._changed:

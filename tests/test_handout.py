@@ -1,0 +1,90 @@
+"""Staging in the tasks that read: when it is done there, when behind them, and what of it can be seen from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql.classic.dataframe import DataFrame
+
+from airflow_cdc_provider.demo.servers import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.sockets import Answering, ask, meeting_place
+from tests.conftest import Databases
+from tests.pipelines import PipelineUnderTest
+
+CHANGES = {
+    "rows": ("INSERT INTO public.t SELECT n, 'zebra' FROM generate_series(1, 50) n",),
+    "a column in between": (
+        "INSERT INTO public.t SELECT n, 'zebra' FROM generate_series(1, 25) n",
+        "ALTER TABLE public.t ADD COLUMN w text",
+        "INSERT INTO public.t SELECT n, 'zebra', 'new' FROM generate_series(26, 50) n",
+    ),
+}
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
+    databases: Databases, tmp_path: Path, changes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has changed since the batch was planned is told to tasks behind those that read; the rows are the same."""
+    events = tmp_path / "events"
+    events.mkdir()
+    conf = {"spark.eventLog.enabled": "true", "spark.eventLog.compress": "false"}
+    conf |= {"spark.eventLog.dir": f"file://{events}"}
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], spark={"master": "local[1]", "conf": conf})
+    pipeline.source("CREATE TABLE public.t (k int PRIMARY KEY, v text)")
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source(*CHANGES[changes])
+    behind: list[str] = []
+    map_in_arrow: Any = DataFrame.mapInArrow
+
+    def counted(self: DataFrame, function: Any, schema: Any) -> Any:
+        behind.append(schema)
+        return map_in_arrow(self, function, schema)
+
+    monkeypatch.setattr(DataFrame, "mapInArrow", counted)
+    commands.stream(pipeline.pipeline, until="caught-up")
+    assert bool(behind) == (changes != "rows")
+    pipeline.assert_equal()
+    told = "".join(path.read_text() for path in events.rglob("*") if path.is_file())
+    found = {json.loads(value) for value in re.findall(r'"airflow_cdc\.stage":("[^"]*")', told)}
+    assert found
+    assert all(value.isdigit() for value in found)
+    assert databases.target not in told
+    assert "zebra" not in told
+
+
+def test_answers_of_any_size_come_whole() -> None:
+    with meeting_place() as directory:
+        assert Path(directory).stat().st_mode & 0o777 == 0o700
+        with closing(Answering(directory, "double", lambda question: bytes(question) * 2)):
+            for size in (0, 1, 5 << 20):
+                assert ask(directory, "double", b"x" * size) == b"x" * 2 * size
+        with pytest.raises(OSError):
+            ask(directory, "double", b"after the end")
+    assert not Path(directory).exists()
+
+
+def test_an_answer_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: failed.append(arguments.exc_value))
+
+    def answer(_: bytearray) -> bytes:
+        raise ValueError("not known")
+
+    with meeting_place() as directory, closing(Answering(directory, "failing", answer)):
+        with pytest.raises(OSError):
+            ask(directory, "failing")
+        assert await_condition(lambda: bool(failed), 30.0)
+        with pytest.raises(OSError):
+            ask(directory, "failing")
+    assert [str(error) for error in failed] == ["not known"]
