@@ -69,7 +69,7 @@ def test_answers_of_any_size_come_whole() -> None:
         with closing(Answering(directory, "double", lambda question: bytes(question) * 2)):
             for size in (0, 1, 5 << 20):
                 assert ask(directory, "double", b"x" * size) == b"x" * 2 * size
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="Errno"):
             ask(directory, "double", b"after the end")
     assert not Path(directory).exists()
 
@@ -82,9 +82,9 @@ def test_an_answer_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPa
         raise ValueError("not known")
 
     with meeting_place() as directory, closing(Answering(directory, "failing", answer)):
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="Errno"):
             ask(directory, "failing")
         assert await_condition(lambda: bool(failed), 30.0)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="Errno"):
             ask(directory, "failing")
     assert [str(error) for error in failed] == ["not known"]
