@@ -52,7 +52,7 @@ CASES = (NOOP, PARQUET, *PIPELINES, *PEERS)
 TRANSACTION = 1000
 """Changes of each transaction, of the default shape."""
 
-_WARM_CHANGES = 5 * TRANSACTION
+_WARM_CHANGES = 100 * TRANSACTION  # a JVM becomes faster for minutes
 _MAX_BATCH_BYTES = 64 << 20
 _SECONDS = 3600.0
 

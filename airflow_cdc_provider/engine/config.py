@@ -77,7 +77,7 @@ class SnapshotSettings:
     """How the initial copy is made: ``chunk_rows`` rows a chunk, ``parallelism`` chunks at a time."""
 
     mode: Literal["initial", "never", "only"] = "initial"
-    chunk_rows: int = 100_000
+    chunk_rows: int = 500_000
     parallelism: int = 2
 
 

@@ -16,6 +16,7 @@ outlive a driver that is killed; so it goes through a socket.
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from itertools import count
@@ -55,9 +56,12 @@ class Handout:
 
     def _hand_out(self) -> bytes:
         self._handed = {str(next(self._numbers)): offer() for offer in self.offers}
-        pickled = {number: cloudpickle.dumps(stage) for number, stage in self._handed.items()}  # type: ignore[no-untyped-call]
+        pickled = {
+            number: zlib.compress(cloudpickle.dumps(stage), 1)  # type: ignore[no-untyped-call]
+            for number, stage in self._handed.items()
+        }
         if sum(map(len, pickled.values())) > _LARGEST:
-            pickled = self._handed = {}
+            self._handed, pickled = {}, {}
         return pickle.dumps(pickled)
 
     def stage(self, pieces: DataFrame, stage: Stage) -> list[Any]:
@@ -91,5 +95,5 @@ def chosen(handed: Mapping[str, bytes]) -> Stage | None:
     number = context.getLocalProperty(_PROPERTY) if context is not None else None
     if number is None or number not in handed:
         return None
-    stage: Stage = pickle.loads(handed[number])
+    stage: Stage = pickle.loads(zlib.decompress(handed[number]))
     return stage

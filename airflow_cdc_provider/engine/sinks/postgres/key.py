@@ -15,28 +15,33 @@ too, and what is written must not replace a row of another text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.connection import Connection, rows
+from airflow_cdc_provider.engine.sinks.base import Target
 
 # Types whose equal values have one text: bool, bytea, name, int8, int2, int4, text, oid, varchar, date, timestamp,
 # timestamptz, uuid.
 _EXACT = [16, 17, 19, 20, 21, 23, 25, 26, 1043, 1082, 1114, 1184, 2950]
 
 # A type's name with the modifier -1, as without one `character` means a length of one.
-_KEY = """
-WITH arbiter AS (
+_KEYS = """
+SELECT asked.label, found.* FROM (
+    SELECT label, relation, ARRAY(SELECT jsonb_array_elements_text(names)) AS names
+    FROM jsonb_to_recordset(%(asked)s) AS given (label text, relation text, names jsonb)
+) AS asked, LATERAL (WITH arbiter AS (
     SELECT i.indkey::int2[] AS columns, i.indclass::oid[] AS classes, i.indcollation::oid[] AS collations
     FROM pg_index i
-    WHERE i.indrelid = to_regclass(%(table)s) AND i.indisunique AND i.indimmediate AND i.indisvalid
+    WHERE i.indrelid = to_regclass(asked.relation) AND i.indisunique AND i.indimmediate AND i.indisvalid
       AND i.indpred IS NULL
       AND (SELECT array_agg(a.attname::text ORDER BY a.attname)
            FROM unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)
            LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum
-           WHERE u.position <= i.indnkeyatts) = (SELECT array_agg(k ORDER BY k) FROM unnest(%(names)s::text[]) AS k)
+           WHERE u.position <= i.indnkeyatts) = (SELECT array_agg(k ORDER BY k) FROM unnest(asked.names) AS k)
     ORDER BY i.indisprimary DESC, i.indexrelid LIMIT 1
 ), compared AS (
     SELECT u.attnum, c.collisdeterministic, quote_ident(n.nspname) || '.' || o.oprname AS operator,
@@ -50,13 +55,13 @@ WITH arbiter AS (
     LEFT JOIN pg_collation c ON c.oid = u.collated
     LEFT JOIN pg_namespace cn ON cn.oid = c.collnamespace
 )
-SELECT format_type(a.atttypid, -1), coalesce(operator, 'pg_catalog.='), compared.collation,
+SELECT k.position, format_type(a.atttypid, -1), coalesce(operator, 'pg_catalog.='), compared.collation,
        (t.oid = ANY (%(exact)s::oid[]) OR t.typtype = 'e') AND collisdeterministic IS NOT FALSE
-FROM unnest(%(names)s::text[]) WITH ORDINALITY AS k (name, position)
-JOIN pg_attribute a ON a.attrelid = to_regclass(%(table)s) AND a.attname = k.name
+FROM unnest(asked.names) WITH ORDINALITY AS k (name, position)
+JOIN pg_attribute a ON a.attrelid = to_regclass(asked.relation) AND a.attname = k.name
 JOIN pg_type t ON t.oid = a.atttypid
-LEFT JOIN compared ON compared.attnum = a.attnum
-ORDER BY k.position
+LEFT JOIN compared ON compared.attnum = a.attnum) AS found
+ORDER BY asked.label, found.position
 """
 
 
@@ -92,10 +97,17 @@ class TargetKey:
     columns: tuple[KeyColumn, ...]
 
     @classmethod
-    def of(cls, connection: Connection, table: sql.Composable, names: Sequence[str]) -> TargetKey:
-        """Ask the target's catalog for the key on the columns ``names`` of a table."""
-        parameters = {"table": table.as_string(connection), "names": list(names), "exact": _EXACT}
-        return cls(tuple(KeyColumn(*found) for found in rows(connection, _KEY, parameters)))
+    def of_all(cls, connection: Connection, targets: Iterable[Target]) -> dict[str, TargetKey]:
+        """Ask the target's catalog for the keys of target tables, by label; to plan the query takes milliseconds."""
+        asked = []
+        keys: dict[str, list[KeyColumn]] = {}
+        for target in targets:
+            relation = sql.Identifier(target.schema, target.name).as_string(connection)
+            asked.append({"label": target.table.label, "relation": relation, "names": list(target.table.key)})
+            keys[target.table.label] = []
+        for label, _, *column in rows(connection, _KEYS, {"asked": json.dumps(asked), "exact": _EXACT}):
+            keys[label].append(KeyColumn(*column))
+        return {label: cls(tuple(columns)) for label, columns in keys.items()}
 
     def equal(self, ours: Sequence[sql.Composable], theirs: Sequence[sql.Composable]) -> sql.Composable:
         """The condition that the target takes two keys for one."""

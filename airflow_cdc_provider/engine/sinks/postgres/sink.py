@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -40,10 +40,15 @@ from airflow_cdc_provider.engine.sinks.base import (
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_texts
 from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
+from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
 from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides, target_rows
-from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements, with_fresh
+from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements, rows_to_stage
+
+T = TypeVar("T")
+
+_NAMED = 100  # tables by a statement at most
 
 
 @dataclass(frozen=True)
@@ -301,7 +306,7 @@ class PostgresSink(PostgresRecord):
             rows(connection, "SET LOCAL synchronous_commit = off")
             targets = self._targets(connection)
             for number, effect in enumerate(effects):
-                relation, staged_rows = None, with_fresh(effect)
+                relation, staged_rows = None, rows_to_stage(effect)
                 if effect.rows.num_rows:
                     relation = f"{self._staging_prefix}{attempt}_{number}"
                     target = targets[effect.label]
@@ -369,13 +374,13 @@ class PostgresSink(PostgresRecord):
                     "DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND keys IS NOT NULL AND high_lsn <= %s",
                     [self.pipeline, format_lsn(end)],
                 )
+            relations: list[sql.Composable] = []
             for piece in pieces:
-                for staged in piece.tables:
-                    if staged.relation is not None:
-                        rows(
-                            connection,
-                            sql.SQL("DROP TABLE {}").format(sql.Identifier("airflow_cdc", staged.relation)),
-                        )
+                relations += [
+                    sql.Identifier("airflow_cdc", each.relation) for each in piece.tables if each.relation is not None
+                ]
+            for some in _portions(relations):
+                rows(connection, sql.SQL("DROP TABLE {}").format(sql.SQL(", ").join(some)))
             failpoint("in-batch-commit")
         failpoint("after-batch-commit")
         return not skip
@@ -383,11 +388,13 @@ class PostgresSink(PostgresRecord):
     def _apply(self, connection: Connection, pieces: Sequence[StagedPiece]) -> None:
         targets = self._targets(connection)
         missing: dict[str, set[tuple[str, ...]]] = {}
+        self._check_staged(connection, [staged for piece in pieces for staged in piece.tables])
+        touched = {staged.label for piece in pieces for staged in piece.tables}
+        keys = TargetKey.of_all(connection, [targets[label] for label in touched])
+        statements_of = {label: TableStatements(connection, targets[label], keys[label]) for label in touched}
         for piece in sorted(pieces, key=lambda p: p.index):
             for staged in piece.tables:
-                target = targets[staged.label]
-                statements = TableStatements(connection, target)
-                self._check_staged(connection, staged)
+                target, statements = targets[staged.label], statements_of[staged.label]
                 if self.mode == "changelog":
                     with refusals(target):
                         statements.apply_changelog(staged)
@@ -418,19 +425,23 @@ class PostgresSink(PostgresRecord):
                     "Start again: the unit is staged anew, without what has been read.",
                 )
 
-    def _check_staged(self, connection: Connection, staged: Staged) -> None:
+    def _check_staged(self, connection: Connection, unit: Sequence[Staged]) -> None:
         """Unlogged tables are empty after a crash of the target: count before anything is applied."""
-        if staged.relation is None:
-            return
-        relation = sql.Identifier("airflow_cdc", staged.relation)
-        exists = scalar(connection, "SELECT to_regclass(%s)", [relation.as_string(connection)])
-        query = sql.SQL("SELECT count(*) FROM {}").format(relation)
-        count = scalar(connection, query) if exists is not None else 0
-        if count != staged.rows:
-            raise StagingLost(
-                f"{staged.rows} rows were staged for {staged.label}, {count} are there",
-                "Start again: the unit is staged anew. The target server has probably crashed in between.",
+        for some in _portions([staged for staged in unit if staged.relation is not None]):
+            names = [sql.Identifier("airflow_cdc", str(staged.relation)).as_string(connection) for staged in some]
+            query = (
+                "SELECT to_regclass(name) IS NOT NULL FROM unnest(%s::text[]) WITH ORDINALITY AS u (name, n) ORDER BY n"
             )
+            exists = [found for (found,) in rows(connection, query, [names])]
+            counts = dict.fromkeys(range(len(some)), 0)
+            there = [f"SELECT {n}, count(*) FROM {name}" for n, name in enumerate(names) if exists[n]]
+            counts |= dict(rows(connection, " UNION ALL ".join(there))) if there else {}
+            for n, staged in enumerate(some):
+                if counts[n] != staged.rows:
+                    raise StagingLost(
+                        f"{staged.rows} rows were staged for {staged.label}, {counts[n]} are there",
+                        "Start again: the unit is staged anew. The target server has probably crashed in between.",
+                    )
 
     def sweep(self, epoch: int) -> None:
         """See :meth:`.base.CommitRecord.sweep`."""
@@ -481,3 +492,8 @@ def _with_constants(batch: pa.RecordBatch, values: Sequence[str]) -> pa.RecordBa
     constants = [pa.repeat(pa.scalar(value), batch.num_rows) for value in values]
     names = [f"f{i}" for i in range(batch.num_columns + len(values))]
     return pa.RecordBatch.from_arrays([*batch.columns, *constants], names=names)
+
+
+def _portions(things: Sequence[T]) -> Iterator[Sequence[T]]:
+    """As many at a time as a statement may well name."""
+    return (things[start : start + _NAMED] for start in range(0, len(things), _NAMED))

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import psycopg2
 import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.connection import Connection, condition, rows
@@ -28,18 +29,28 @@ FRESH = "fresh"
 _MANY = 1000  # of fewer rows one statement more costs more than it saves
 
 
-def with_fresh(effect: Effect) -> pa.Table:
-    """The rows of an effect, with a column ``fresh`` (bool) where it pays to insert many of them without a look."""
-    if effect.fresh is None or np.count_nonzero(effect.fresh) < _MANY:
-        return effect.rows
-    return effect.rows.append_column(FRESH, pa.array(effect.fresh))
+def rows_to_stage(effect: Effect) -> pa.Table:
+    """The rows of an effect as they are staged.
+
+    :returns: without ``erased`` where no row is; with ``fresh`` (bool) where it pays to insert many without a look.
+    """
+    rows = effect.rows
+    if ERASED in rows.column_names and not pc.any(rows[ERASED]).as_py():
+        rows = rows.drop_columns(ERASED)
+    if effect.fresh is not None and np.count_nonzero(effect.fresh) >= _MANY:
+        rows = rows.append_column(FRESH, pa.array(effect.fresh))
+    return rows
 
 
 class TableStatements:
-    """What is done to one target table, in the transaction of ``connection``."""
+    """What is done to one target table, in the transaction of ``connection``; nobody else changes it meanwhile.
 
-    def __init__(self, connection: Connection, target: Target) -> None:
+    :param key: of the table, if it is known.
+    """
+
+    def __init__(self, connection: Connection, target: Target, key: TargetKey | None = None) -> None:
         self._connection = connection
+        self._known_key = key
         self._target = target
         self._table = sql.Identifier(target.schema, target.name)
         self._names = [sql.Identifier(column.name) for column in target.table.columns]
@@ -51,7 +62,7 @@ class TableStatements:
 
     @cached_property
     def _target_key(self) -> TargetKey:
-        return TargetKey.of(self._connection, self._table, self._target.table.key)
+        return self._known_key or TargetKey.of_all(self._connection, [self._target])[self._target.table.label]
 
     def _stored(self) -> list[sql.Composable]:
         """The key of a row ``t`` of the target."""
@@ -123,8 +134,8 @@ class TableStatements:
 
     def create_mirror_staging(self, relation: str, columns: Sequence[str]) -> None:
         """Create a staging table for mirror rows, see :class:`.effects.Effect`."""
-        fields: list[sql.Composable] = [sql.SQL(f"true AS {ERASED}")]
-        staged = self._staged()
+        fields: list[sql.Composable] = [sql.SQL(f"true AS {ERASED}")] if ERASED in columns else []
+        staged = self._staged
         fields += [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(staged)]
         if MISSING in columns:
             fields.append(sql.SQL(f"NULL::int[] AS {MISSING}"))
@@ -136,7 +147,7 @@ class TableStatements:
     def create_counted_staging(self, relation: str) -> None:
         """Create a staging table for the rows of a mirror without a key, see :class:`.effects.Effect`."""
         fields: list[sql.Composable] = [sql.SQL(f"NULL::bigint AS {COUNT}")]
-        fields += [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(self._staged())]
+        fields += [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(self._staged)]
         self._create_staging(relation, fields)
 
     def create_changelog_staging(self, relation: str, columns: Sequence[str]) -> None:
@@ -144,7 +155,7 @@ class TableStatements:
         types = {OP: '"char"', "commit_lsn": "bigint", "seq": "bigint", "xid": "bigint", "commit_ts": "bigint"}
         types |= {UNCHANGED: "text[]", OLD_KIND: '"char"'}
         fields: list[sql.Composable] = []
-        staged = self._staged()
+        staged = self._staged
         for name in columns:
             if name in types:
                 fields.append(sql.SQL(f"NULL::{types[name]} AS {name}"))
@@ -154,6 +165,7 @@ class TableStatements:
                 fields.append(sql.SQL(f"NULL::text AS {name}"))
         self._create_staging(relation, fields)
 
+    @cached_property
     def _staged(self) -> list[sql.Composable]:
         """What gives the staging columns their types: the target's columns, but not as domains.
 
@@ -205,16 +217,17 @@ class TableStatements:
         assert staged.relation is not None
         stage = sql.Identifier("airflow_cdc", staged.relation)
         others = [i for i in range(len(self._names)) if i not in self._key]
-        written: sql.Composable = sql.SQL(
-            "NOT s.erased" + (" AND s.missing IS NULL" if MISSING in staged.columns else "")
-        )
-        anew = self._has_identity_always(others)
-        self._run(
-            "DELETE FROM {table} t USING {stage} s WHERE {gone} AND {match}",
-            stage=stage,
-            gone=sql.SQL("(s.erased OR {})").format(written) if anew else sql.SQL("s.erased"),
-            match=self._target_key.same(self._stored(), self._staged_key()),
-        )
+        gone: sql.Composable = sql.SQL("s.erased" if ERASED in staged.columns else "false")
+        complete = " AND s.missing IS NULL" if MISSING in staged.columns else ""
+        written: sql.Composable = sql.SQL("NOT {}" + complete).format(gone)
+        anew = not self._identities_always.isdisjoint(self._target.table.columns[i].name for i in others)
+        if anew or ERASED in staged.columns:
+            self._run(
+                "DELETE FROM {table} t USING {stage} s WHERE {gone} AND {match}",
+                stage=stage,
+                gone=sql.SQL("({} OR {})").format(gone, written) if anew else gone,
+                match=self._target_key.same(self._stored(), self._staged_key()),
+            )
         self._refuse_merging(stage, written)
         update: sql.Composable = sql.SQL("NOTHING")
         if others and not anew:
@@ -248,14 +261,12 @@ class TableStatements:
             conflict=conflict,
         )
 
-    def _has_identity_always(self, columns: Sequence[int]) -> bool:
-        """Whether any of some columns is one that no UPDATE may set, so that rows have to be inserted anew."""
-        query = (
-            "SELECT 1 FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attidentity = 'a'"
-            " AND attname = ANY (%s::text[])"
-        )
-        names = [self._target.table.columns[i].name for i in columns]
-        return bool(rows(self._connection, query, [self._table.as_string(self._connection), names]))
+    @cached_property
+    def _identities_always(self) -> frozenset[str]:
+        """The columns that no UPDATE may set, so that rows have to be inserted anew."""
+        query = "SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attidentity = 'a'"
+        found = rows(self._connection, query, [self._table.as_string(self._connection)])
+        return frozenset(str(name) for (name,) in found)
 
     def _refuse_merging(self, stage: sql.Composable, written: sql.Composable) -> None:
         """Refuse to write over another row: all old spellings of the keys have been deleted by now."""
