@@ -1,4 +1,4 @@
-"""``python -m benchmarks.docs FILE``: write the figures of a run into the documentation.
+"""``python -m benchmarks.docs FILE …``: write the figures of a run, or of several, into the documentation.
 
 Each table goes between ``<!-- figures: NAME -->`` and ``<!-- end -->`` of :file:`docs/benchmarks.md`, each plot to
 :file:`docs/benchmarks/`. Of what the run has not measured, those that are there stay.
@@ -179,13 +179,19 @@ TABLES: Mapping[str, Callable[[Any], str]] = {
 }
 
 
+def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of several runs as those of one, of which the first says on what machine it was."""
+    findings = {name: found for run in runs for name, found in run["findings"].items()}
+    return {**runs[0], "cases": [case for run in runs for case in run["cases"]], "findings": findings}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the documentation's figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.docs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", type=Path, help="what `python -m benchmarks --json` has written")
+    parser.add_argument("files", type=Path, nargs="+", help="what `python -m benchmarks --json` has written")
     parser.add_argument("--docs", type=Path, default=DOCS, help="a folder with benchmarks.md")
     options = parser.parse_args(arguments)
-    write(json.loads(options.file.read_text(encoding="utf-8")), options.docs)
+    write(joined([json.loads(file.read_text(encoding="utf-8")) for file in options.files]), options.docs)
     return 0
 
 

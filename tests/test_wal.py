@@ -6,7 +6,9 @@ import itertools
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,6 +114,26 @@ def test_a_batch_ends_at_a_commit_unless_one_transaction_exceeds_the_limit() -> 
     assert buffer.cut(inside, limit=UNLIMITED) == Position(91)
 
 
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=8), block_bytes=st.integers(30, 400))
+@settings(max_examples=100, deadline=None)
+def test_a_buffer_holds_what_a_batch_could_end_with(sizes: list[int], block_bytes: int) -> None:
+    buffer, content = Buffer(Position(100), block_bytes), False
+    for xid, size in enumerate(sizes, start=1):
+        lsn = 100 * (xid + 1)
+        for message in (begin(lsn, xid), *map(insert, range(size))):
+            buffer.add(message)
+            assert buffer.holds(Position(100)) == content
+        buffer.add(commit(lsn, lsn + 1))
+        content |= size > 0
+        assert buffer.holds(Position(100)) == content
+        assert (buffer.cut(Position(100), UNLIMITED) != Position(100)) == content
+    after = Position(100)
+    while buffer.holds(after):
+        after = buffer.cut(after, UNLIMITED)
+        buffer.release(after)
+    assert buffer.cut(after, UNLIMITED) == after
+
+
 def test_an_idle_position_does_not_swallow_what_comes_after_it() -> None:
     """A keepalive moves the position on; a large transaction that follows is counted from there."""
     buffer = Buffer(Position(0), block_bytes=40)
@@ -176,6 +198,31 @@ def test_the_slot_moves_only_when_told(databases: Databases) -> None:
         assert sum(len(c.op) for piece in reader.take(Position(start), end) for c in decode(piece)) == 1000
         reader.committed(end)
         assert await_condition(lambda: read_slot(source, slot).confirmed_flush_lsn == end.lsn, 10)  # type: ignore[union-attr]
+
+
+def test_a_batch_is_awaited_until_it_is_due_or_full(databases: Databases) -> None:
+    """Nobody waits for the clock where a whole batch is there, nor for a batch where the clock has come."""
+    never, long_ago = 1e6 + time.monotonic(), 0.0
+    with slot_reader(databases.source) as (reader, start):
+        after = Position(start)
+        reader.await_batch(after, UNLIMITED, due=never, patience=0.0)  # nothing comes
+        assert reader.cut(after, UNLIMITED) == after
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(reader.await_batch, after, UNLIMITED, long_ago, 1e6)
+            assert not first.done()
+            execute(databases.source, "INSERT INTO t VALUES (1, 'a')")
+            first.result(SECONDS)
+            end = reader.cut(after, UNLIMITED)
+            assert end > after
+            reader.committed(end)
+            execute(databases.source, "INSERT INTO t VALUES (2, 'b')")
+            assert await_condition(lambda: reader._buffer.holds(end), SECONDS)
+            full = thread.submit(reader.await_batch, end, 1 << 16, never, 1e6)
+            with pytest.raises(TimeoutError):
+                full.result(0.5)  # it is not due
+            execute(databases.source, "INSERT INTO t SELECT n, repeat('x', 1000) FROM generate_series(3, 100) n")
+            full.result(SECONDS)
+        assert reader.cut(end, 1 << 16) > end
 
 
 def test_what_came_before_a_change_that_cannot_be_sent_is_delivered(databases: Databases) -> None:

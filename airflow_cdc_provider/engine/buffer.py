@@ -168,8 +168,8 @@ class Buffer:
             self.position = max(self.position, wal_end)
 
     def holds(self, after: Position) -> bool:
-        """Whether whole transactions with content have come behind a position, or parts of one."""
-        return self._committed > 0 or (bool(self._blocks) and self._blocks[-1].end > after)
+        """Whether a whole transaction with content has come behind a position."""
+        return self._committed > 0 or any(b.end > after and not b.end.block for b in self._blocks)
 
     def seal(self) -> Position:
         """Make a block of the whole transactions that have come; return the end of the last block."""
