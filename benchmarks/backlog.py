@@ -30,7 +30,8 @@ class Backlog:
     """Changes that wait in the log.
 
     :param changes: how many there are.
-    :param half: how many rows each table had before.
+    :param half: how many rows each table had before the first insert.
+    :param steps: see :meth:`.Shape.steps`.
     :param start: where reading begins.
     :param end: LSN of a marker behind the last change.
     :param keys: sum of the keys of all changes.
@@ -43,6 +44,7 @@ class Backlog:
     shape: Shape
     changes: int
     half: int
+    steps: int
     start: int
     end: int
     keys: int
@@ -85,17 +87,21 @@ def make_backlog(lab: Lab, database: str, shape: Shape, changes: int) -> Backlog
         end = emit_marker(source, "end")
         emit_marker(source, "after the end")  # readers that stop at an LSN need something behind it
     after = sums(dsn, shape)
-    rounds = [(steps - i + shape.tables - 1) // shape.tables for i in range(shape.tables)]
-    updated = _updated(dsn, shape, [half * each for each in rounds])
-    # Each row was inserted as it was before its update, if it had one.
-    inserted = tuple(one - other for one, other in zip(after, before, strict=True))
-    keys = int(inserted[1] + updated[1])
-    logged = (after[0] + updated[0], after[1] + updated[1], after[2] - updated[0] + updated[2])
+    rounds = shape.rounds(steps)
+    # The second half of a step's changes leave rows as they are in the end. So does the first in the last step of a
+    # table; in others each of its rows is updated once more.
+    first = _sums_between(dsn, shape, [(half, half * (n + 1)) for n in rounds])
+    second = _sums_between(dsn, shape, [(0, half * n) for n in rounds])
+    updated_later = sum(half * max(0, n - 1) for n in rounds)
+    keys = int(first[1] + second[1])
+    logged = tuple(sum(each) for each in zip(before, first, second, strict=True))
+    logged = (logged[0], logged[1], logged[2] - updated_later)
     last = (steps - 1) % shape.tables
     done = 2 * half * steps
-    check(Decimal(done), inserted[0] + updated[0], "changes written")
+    check(Decimal(done), first[0] + second[0], "changes written")
+    check(Decimal(0 if shape.updates else done // 2), after[0] - before[0], "rows inserted")
     return Backlog(
-        lab, database, shape, done, half, state.confirmed_flush_lsn, end, keys, logged,
+        lab, database, shape, done, half, steps, state.confirmed_flush_lsn, end, keys, logged,
         (shape.names[last], half * rounds[last]),
     )  # fmt: skip
 
@@ -114,9 +120,10 @@ def total(found: Iterator[tuple[object, ...]]) -> Sums:
     return tuple(sum((Decimal(str(each or 0)) for each in column), Decimal()) for column in zip(*found, strict=True))
 
 
-def _updated(dsn: str, shape: Shape, highest: list[int]) -> Sums:
-    wanted = ", ".join(shape.row.sums[:3])
-    queries = (f"SELECT {wanted} FROM public.{n} WHERE id <= {k}" for n, k in zip(shape.names, highest, strict=True))
+def _sums_between(dsn: str, shape: Shape, keys: list[tuple[int, int]]) -> Sums:
+    """Sums over the rows of each table whose keys are above one and up to another."""
+    wanted, named = ", ".join(shape.row.sums[:3]), zip(shape.names, keys, strict=True)
+    queries = (f"SELECT {wanted} FROM public.{name} WHERE id > {low} AND id <= {high}" for name, (low, high) in named)
     return total(query(dsn, text) for text in queries)
 
 

@@ -1,7 +1,8 @@
 """What backlogs are made of: a kind of row, a size of transactions, a number of tables.
 
 Half of a backlog's changes are inserts, half are updates of what was inserted a step before, so that all of it can be
-checked by sums. A step inserts and updates as many rows of one table; steps take the tables in turn.
+checked by sums. A step inserts and updates as many rows of one table; steps take the tables in turn. In one of
+``updates`` all rows are there before, and a step updates them in place of inserting them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal, Self, get_args
 
 Transactions = Literal["single", "thousand", "giant"]
 """Transactions of one change each, of a thousand, or one for all."""
+UPDATES = "updates"
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,15 @@ ROWS = {row.name: row for row in (NARROW, HUNDRED, KILOBYTE, _wide(), TOASTED)}
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows, transactions and tables of a backlog."""
+    """Rows, transactions and tables of a backlog.
+
+    :param updates: whether it has no inserts.
+    """
 
     row: Row = HUNDRED
     transactions: Transactions = "thousand"
     tables: int = 1
+    updates: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -117,8 +123,10 @@ class Shape:
                 shape = replace(shape, transactions=part)
             elif unit == "tables" and number.isdigit() and int(number) > 0:
                 shape = replace(shape, tables=int(number))
+            elif part == UPDATES:
+                shape = replace(shape, updates=True)
             else:
-                known = ", ".join((*ROWS, *get_args(Transactions), "N-tables"))
+                known = ", ".join((*ROWS, *get_args(Transactions), "N-tables", UPDATES))
                 raise ValueError(f"{part!r} is none of {known}")
         return shape
 
@@ -130,6 +138,7 @@ class Shape:
             (self.row.name, self.row != default.row),
             (self.transactions, self.transactions != default.transactions),
             (f"{self.tables}-tables", self.tables != default.tables),
+            (UPDATES, self.updates),
         )
         return "".join(f", {part}" for part, said in parts if said)
 
@@ -144,16 +153,21 @@ class Shape:
         return [self.row.ddl(name) for name in self.names]
 
     def half(self, changes: int) -> int:
-        """How many rows a step inserts, and updates, and how many each table has at the beginning."""
+        """How many rows a step inserts, and updates, and how many each table has before the first insert."""
         return {"single": 1, "thousand": 500, "giant": max(1, changes // (2 * self.tables))}[self.transactions]
 
     def steps(self, changes: int) -> int:
         """How many steps come nearest to so many changes."""
         return max(1, changes // (2 * self.half(changes)))
 
-    def fill(self, half: int) -> Sequence[str]:
+    def rounds(self, steps: int) -> Sequence[int]:
+        """How many of the steps take each of the tables."""
+        return [(steps - i + self.tables - 1) // self.tables for i in range(self.tables)]
+
+    def fill(self, half: int, steps: int) -> Sequence[str]:
         """Statements that insert what tables have at the beginning."""
-        return [self.row.insert(name, 1, half) for name in self.names]
+        rounds = self.rounds(steps) if self.updates else [0] * self.tables
+        return [self.row.insert(name, 1, half * (n + 1)) for name, n in zip(self.names, rounds, strict=True)]
 
     def write(self, steps: int, half: int) -> str:
         """A statement that does all steps, in transactions of this shape."""
@@ -162,7 +176,7 @@ class Shape:
         table = "t" if self.tables == 1 else f"t$q$ || i % {self.tables} || $q$"
         ends = {"single": ("COMMIT;", "COMMIT;"), "thousand": ("", "COMMIT;"), "giant": ("", "")}[self.transactions]
         done = [
-            self.row.insert(table, first.format(number), last.format(number)),
+            (self.row.update if self.updates else self.row.insert)(table, first.format(number), last.format(number)),
             self.row.update(table, first.format(f"{number} - 1"), last.format(f"{number} - 1")),
         ]
         if self.tables > 1:

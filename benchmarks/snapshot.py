@@ -49,7 +49,7 @@ def _measure(
     create_database(lab.source, database)
     dsn = lab.source.dsn(database)
     publication = f"CREATE PUBLICATION {PUBLICATION} FOR TABLE public.t"
-    execute(dsn, *shape.ddl, *shape.fill(rows), "VACUUM ANALYZE public.t", publication)
+    execute(dsn, *shape.ddl, *shape.fill(rows, 0), "VACUUM ANALYZE public.t", publication)
     peers: dict[str, Callable[[], float]] = {
         DUMP: lambda: _dump(lab, database, shape),
         jdbc.JDBC: lambda: jdbc.copy(lab, database, shape, rows),

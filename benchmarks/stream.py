@@ -7,11 +7,13 @@ when the unit with the last change is done: what Spark needs to start a query is
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -86,7 +88,7 @@ def measure(lab: Lab, changes: int, repeat: int, cases: Collection[str], shapes:
 
 def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collection[str], shape: Shape) -> list[Series]:
     create_database(lab.source, database)
-    execute(lab.source.dsn(database), *shape.ddl, *shape.fill(shape.half(changes)))
+    execute(lab.source.dsn(database), *shape.ddl, *shape.fill(shape.half(changes), shape.steps(changes)))
     execute(lab.source.dsn(database), f"CREATE PUBLICATION {PUBLICATION} FOR TABLE {', '.join(shape.names)}")
     pipelines = {
         case: [
@@ -154,7 +156,7 @@ def _noop(backlog: Backlog) -> float:
 
 
 def _parquet(backlog: Backlog) -> float:
-    directory = backlog.lab.directory / f"parquet{len(list(backlog.lab.directory.iterdir()))}"
+    directory = Path(tempfile.mkdtemp(prefix="parquet-", dir=backlog.lab.directory))
     seconds, pieces = _follow(backlog, ParquetSink(directory))
     check(backlog.changes, sum(piece.changes for piece in pieces), f"{PARQUET}: changes")
     found = [0, 0, 0]

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 _LENGTH = struct.Struct("<Q")
+_LONG = 60  # a socket's path has at most 108 bytes, on some systems fewer
 
 
 @contextmanager
 def meeting_place() -> Iterator[str]:
     """A directory for sockets, for a time."""
-    # TMPDIR may be long, and a socket's path has at most 108 bytes.
-    with tempfile.TemporaryDirectory(prefix="airflow-cdc-", dir="/tmp") as directory:
+    place = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="airflow-cdc-", dir=place if len(place) < _LONG else "/tmp") as directory:
         yield directory
 
 

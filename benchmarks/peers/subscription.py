@@ -29,7 +29,7 @@ def drain(backlog: Backlog, name: str) -> float:
     lab, shape = backlog.lab, backlog.shape
     create_database(lab.target, name)
     target = lab.target.dsn(name)
-    execute(target, *shape.ddl, *shape.fill(backlog.half))
+    execute(target, *shape.ddl, *shape.fill(backlog.half, backlog.steps))
     lab.settle()
     table, key = backlog.last
     changed = f"SELECT {shape.row.touched} FROM public.{table} WHERE id = {key}"
