@@ -20,8 +20,8 @@ Schema of the stream, one row a piece:
 ``deposit`` string   where the sink has the messages of the piece; null if they
                      stand in it
 ``message`` binary   what :class:`.stage.Stage` says of the piece, pickled, where
-                     it is staged in the read itself (:mod:`.handout`); the rest
-                     is null then but for ``index``, and else this is
+                     it is staged in the read itself (:mod:`.handout`): then the
+                     others are null but for ``index``; else this is null
 ==========  =======  ===========================================================
 
 A piece is as large as a block, unless a single row is larger. Such a row must not pass through the JVM, which would
@@ -179,7 +179,7 @@ class SlotStreamReader(DataSourceStreamReader):
         self._reader: WalReader | None = None
         self._advanced = 0.0
         self._deposits: list[str] = []
-        self._shelf: list[bytes] = []
+        self._shelf: list[Piece] = []
         self._answering: Answering | None = None
 
     def _connected(self) -> WalReader:
@@ -227,34 +227,34 @@ class SlotStreamReader(DataSourceStreamReader):
         failpoint("before-batch-planned")
         pieces = self._connected().take(first, last)
         texts = json.dumps(start), json.dumps(end)
-        shipped = [self._shippable(piece) for piece in pieces] or [(b"", None)]
+        shipped = [self._shippable(piece) for piece in pieces]
         meeting = self._options.meeting
         handed = handed_out(meeting.directory) if meeting is not None else {}
         shelf = self._shelve([piece for piece, _ in shipped]) if meeting is not None and meeting.of_tasks else None
         planned = [
-            PiecePartition(*texts, i, piece if shelf is None else b"", deposit, handed, shelf)
+            PiecePartition(*texts, i, piece.to_bytes() if shelf is None else b"", deposit, handed, shelf)
             for i, (piece, deposit) in enumerate(shipped)
         ]
         failpoint("after-batch-planned")
-        return planned
+        return planned or [PiecePartition(*texts, 0, b"", None, handed)]
 
-    def _shippable(self, piece: Piece) -> tuple[bytes, str | None]:
-        """Pack a piece; one that is too large without its messages, which are deposited in the sink."""
+    def _shippable(self, piece: Piece) -> tuple[Piece, str | None]:
+        """A piece as it is shipped; one that is too large without its messages, which are deposited in the sink."""
         if piece.size <= _SHIPPED_BYTES:
-            return piece.to_bytes(), None
+            return piece, None
         name = uuid.uuid4().hex
         self._deposits.append(name)
         with _sink_failures(f"depositing {human_bytes(piece.size)} of the log in the sink"):
             self._options.sink.deposit(self._options.epoch, name, piece.data)
-        return replace(piece, data=b"").to_bytes(), name
+        return replace(piece, data=b""), name
 
-    def _shelve(self, pieces: list[bytes]) -> str:
-        """Keep the pieces of a batch until the next one; return where tasks ask for them, by index."""
+    def _shelve(self, pieces: list[Piece]) -> str:
+        """Answer the tasks of a batch, which ask for its pieces by index; return where."""
         assert self._options.meeting is not None
         directory = self._options.meeting.directory
         self._shelf = pieces
         if self._answering is None:
-            self._answering = Answering(directory, _SOCKET, lambda index: self._shelf[int(index)])
+            self._answering = Answering(directory, _SOCKET, lambda index: self._shelf[int(index)].to_bytes())
         return directory
 
     def _discard(self) -> None:
