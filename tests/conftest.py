@@ -27,6 +27,7 @@ from tests.class_archive import write_archive
 from tests.hdfs import HdfsCluster
 from tests.kafka_server import make_broker
 from tests.schema_registry import registry_at
+from tests.spark_jvm import end_jvm
 
 pytest.register_assert_rewrite("tests.sink_contract")
 
@@ -184,6 +185,13 @@ class Databases:
 def as_pipeline_role(dsn: str) -> str:
     """A superuser's URI as one of the pipeline's role, on a server of the fixtures."""
     return dsn.replace("//postgres@", f"//{PIPELINE_ROLE}@")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jvm() -> Iterator[None]:
+    """The JVM of a module's sessions, with the jars that they ask for, ends with the module."""
+    yield
+    end_jvm()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from pyspark.sql import SparkSession
 from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE, DeltaSettings
 from tests.class_archive import ARCHIVE, JVM_OPTIONS
-from tests.spark_jvm import renew_jvm_without
 
 
 def delta_jars() -> str:
@@ -52,7 +51,6 @@ def delta_conf() -> dict[str, str]:
 def delta_session(cores: int = 2) -> Iterator[SparkSession]:
     """A session, which sinks in this process find."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    renew_jvm_without("io.delta.sql.DeltaSparkSessionExtension")
     spark = SparkSession.builder.master(f"local[{cores}]").config(map=delta_conf()).getOrCreate()
     try:
         yield spark

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pyspark import SparkContext
 
+_PATIENCE_SECONDS = 30.0
 
-def renew_jvm_without(class_name: str) -> None:
-    """End a JVM that earlier tests have left if it lacks a class, so that the next session starts another.
 
-    :param class_name: one that the session's ``spark.jars`` bring.
-    """
-    gateway, jvm = SparkContext._gateway, SparkContext._jvm
-    if gateway is None or jvm is None or jvm.org.apache.spark.util.Utils.classIsLoadable(class_name):
+def end_jvm() -> None:
+    """End the JVM of sessions in this process, so that the next one starts another; it must not have died before."""
+    gateway = SparkContext._gateway
+    if gateway is None:
         return
+    code = gateway.proc.poll()
     gateway.shutdown()
     gateway.proc.stdin.close()
-    gateway.proc.wait()
+    gateway.proc.wait(_PATIENCE_SECONDS)
     SparkContext._gateway = SparkContext._jvm = None
+    assert code is None, f"Spark's JVM, process {gateway.proc.pid}, had ended before with exit code {code}"

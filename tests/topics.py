@@ -18,7 +18,6 @@ from airflow_cdc_provider.engine.topics.settings import PACKAGE
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, create_topic
 from tests.pipelines import SPARK_CONF, PipelineUnderTest
-from tests.spark_jvm import renew_jvm_without
 
 _OF_SPARK = ("spark-sql-kafka", "spark-token-provider-kafka", "kafka-clients", "commons-pool2")
 
@@ -74,7 +73,6 @@ class TopicsPipeline(PipelineUnderTest):
 
     def catch_up(self) -> dict[str, Any]:
         """What the command ``run`` does, in this process."""
-        renew_jvm_without("org.apache.spark.sql.kafka010.KafkaSourceProvider")
         return commands.run(self.pipeline)
 
     def offsets(self) -> dict[str, int]:
