@@ -47,6 +47,9 @@ MARIADB_SETTINGS = {"innodb_buffer_pool_size": "512M"}
 MARIADB, KAFKA = "mariadb", "kafka"
 JDBC = "org.postgresql:postgresql:42.7.7"
 
+# Of what is measured with packages some works in the JVM, peers among it.
+_ALL_COMPILERS = "-XX:TieredStopAtLevel=4"
+
 
 @dataclass(frozen=True)
 class Lab:
@@ -112,7 +115,8 @@ def laboratory(servers: Collection[str] = (), packages: Sequence[str] = (), core
                 for name, kind, settings in ((MARIADB, MariadbServer, MARIADB_SETTINGS), (KAFKA, KafkaServer, None))
             )
             conf = {**(DeltaSettings("").spark_conf if DELTA in packages else {})}
-            conf |= {"spark.jars.packages": ",".join(packages)} if packages else {}
+            if packages:
+                conf |= {"spark.jars.packages": ",".join(packages), "spark.driver.extraJavaOptions": _ALL_COMPILERS}
             bench = _pipeline("bench", source.dsn(), {"dsn": target.dsn()}, directory, conf, cores)
             spark = started.enter_context(spark_session(bench, "benchmark"))
             yield Lab(source, target, spark, directory, mariadb, kafka)

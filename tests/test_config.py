@@ -97,6 +97,21 @@ def test_what_two_sinks_need_of_spark_is_named_once() -> None:
     assert pipeline.spark_conf["spark.jars.packages"] == PACKAGE
 
 
+@pytest.mark.parametrize(("own", "given"), [({}, ""), ({"spark.driver.extraJavaOptions": "-Da=b"}, " -Da=b")])
+def test_the_jvm_of_a_local_spark_has_one_compiler_unless_rows_pass_through_it(own: dict[str, str], given: str) -> None:
+    def options(master: str, **changes: Any) -> str:
+        pipeline = Pipeline.parse(document(**changes, spark={"conf": own}), {})
+        return pipeline.spark_conf_on(master).get("spark.driver.extraJavaOptions", "")
+
+    one_compiler = f"-XX:TieredStopAtLevel=1{given}"
+    assert [options(master) for master in ("local", "local[2]", "local[*]")] == [one_compiler] * 3
+    assert [options(master) for master in ("local-cluster[2,1,1024]", "spark://m:7077", "yarn")] == [given.strip()] * 3
+    delta = {"type": "delta", "path": "/lake"}
+    topics = {"type": "kafka", "brokers": "b:1", "topics": ["t"], "columns": "id bigint", "table": "public.t"}
+    assert options("local[2]", sink=[delta, DOCUMENT["sink"]]) == given.strip()
+    assert options("local[2]", source=topics) == given.strip()
+
+
 @pytest.mark.parametrize("key", ["sink", "source", "stream", "spark"])
 def test_a_variable_that_is_unknown_is_no_mapping(key: str) -> None:
     with pytest.raises(ConfigError, match=key):

@@ -64,7 +64,7 @@ class Submitted:
 @pytest.mark.parametrize(
     ("host", "extra", "conf"),
     [
-        ("local[2]", {}, set()),
+        ("local[2]", {}, {"spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"}),
         ("spark://m:7077", {}, set()),
         ("yarn", {"deploy-mode": "client"}, set()),
         ("k8s://https://m:6443", {}, set()),

@@ -39,6 +39,7 @@ from airflow_cdc_provider.engine.topics.settings import TopicSource
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
 _NAME = re.compile(r"[a-z0-9_]{1,40}")
 _SLOT = re.compile(r"[a-z0-9_]{1,63}")
+_ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,19 @@ class Pipeline:
             found |= {**conf, **{name: ",".join(dict.fromkeys(each)) for name, each in entries.items()}}
         return found
 
+    def spark_conf_on(self, master: str) -> dict[str, str]:
+        """:attr:`spark_conf`, and what pays on a master.
+
+        Where neither source nor sinks work in the JVM, that of ``local[…]`` only plans small queries and starts their
+        tasks. Its second, optimising compiler then takes more processor time than it ever saves; an option of the
+        file's own stands behind and wins.
+        """
+        conf = self.spark_conf
+        if runs_locally(master) and self.topics is None and not any(sink.spark_conf for sink in self.sinks):
+            options = conf.get("spark.driver.extraJavaOptions", "")
+            conf["spark.driver.extraJavaOptions"] = f"{_ONE_COMPILER} {options}".rstrip()
+        return conf
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> Pipeline:
         """Read and check a pipeline file.
@@ -241,6 +255,11 @@ class Pipeline:
         conf = {"spark.master": pipeline.spark.master, **pipeline.spark_conf}
         bound = (sink.with_spark(conf) if isinstance(sink, SparkBound) else sink for sink in pipeline.sinks)
         return replace(pipeline, sinks=tuple(bound))
+
+
+def runs_locally(master: str) -> bool:
+    """Whether Spark's tasks run in the driver's own JVM."""
+    return master == "local" or master.startswith("local[")
 
 
 def _read_document(path: str | os.PathLike[str]) -> object:

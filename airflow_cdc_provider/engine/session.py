@@ -64,7 +64,7 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
         builder = builder.config(name, value)
     if not submitted:
         builder = builder.master(pipeline.spark.master).config("spark.log.level", "ERROR")
-        for name, value in pipeline.spark_conf.items():
+        for name, value in pipeline.spark_conf_on(pipeline.spark.master).items():
             builder = builder.config(name, value)
     try:
         interrupt = signal.getsignal(signal.SIGINT)

@@ -93,8 +93,10 @@ class Meeting:
     @classmethod
     def of(cls, spark: SparkSession, directory: str) -> Self:
         """The one of the jobs of a session."""
-        master = str(spark.sparkContext.master)
-        return cls(directory, master == "local" or master.startswith("local["))
+        # Of what imports this module only the driver needs pipeline files.
+        from airflow_cdc_provider.engine.config import runs_locally
+
+        return cls(directory, runs_locally(str(spark.sparkContext.master)))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class SparkJobHook(SparkSubmitHook):
         binary, self._home = find_spark_submit(connection.extra_dejson.get("spark-binary") or DEFAULT_SPARK_BINARY)
         try:
             super().__init__(
-                conf={**_QUIET, **loaded.pipeline.spark_conf, **conf},
+                conf={**loaded.pipeline.spark_conf, **conf},
                 conn_id=conn_id,
                 name=name,
                 spark_binary=binary,
@@ -74,9 +74,11 @@ class SparkJobHook(SparkSubmitHook):
                 "Airflow's Spark provider submits to Kubernetes only beside the provider for Kubernetes",
                 "Install apache-airflow-providers-cncf-kubernetes where Airflow's workers run.",
             ) from e
-        self._deployment = Deployment(self._connection["master"], self._connection["deploy_mode"])
-        self._secrets = self._deployment.secrets(self._conf)
-        shown = {name: value for name, value in self._conf.items() if name not in self._secrets}
+        master = self._connection["master"]
+        self._deployment = Deployment(master, self._connection["deploy_mode"])
+        chosen = {**_QUIET, **loaded.pipeline.spark_conf_on(master), **conf}
+        self._secrets = self._deployment.secrets(chosen)
+        shown = {name: value for name, value in chosen.items() if name not in self._secrets}
         self._conf = shown | dict(self._deployment.conf)
         self._loaded = loaded
 
