@@ -155,11 +155,9 @@ torture: SEED ?= 1
 torture: $(INSTALLED) java ## torture a pipeline: SECONDS=n SEED=s, MODE=mirror or changelog
 	$(BIN)/python -m tests.torture --seconds $(SECONDS) --seed $(SEED) $(if $(MODE),--mode $(MODE))
 
-bench: JSON ?= docs/benchmarks/$(or $(firstword $(CASE)),all).json
 .PHONY: bench
-bench: $(INSTALLED) java ## run the benchmarks and write docs/benchmarks.md; CASE=latency for one, SECONDS=n for each run of it
-	$(BIN)/python -m benchmarks $(CASE) $(if $(SECONDS),--seconds $(SECONDS)) --json $(JSON)
-	$(BIN)/python -m benchmarks.docs $(JSON)
+bench: $(if $(CASE),$(INSTALLED) java,all-test-tools peers) ## measure all and write docs/benchmarks.md, which takes hours; CASE=latency for one case, RUN=streams for a part
+	$(BIN)/python -m $(if $(CASE),benchmarks $(CASE) $(if $(SECONDS),--seconds $(SECONDS)),benchmarks.suite $(RUN))
 
 .PHONY: clean
 clean: ## remove caches and build output; .venv stays

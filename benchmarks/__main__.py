@@ -28,12 +28,10 @@ class Case:
     """What can be measured by name.
 
     :param measure: called once for all of its names that are asked for.
-    :param default: whether it is measured when nothing is asked for.
     """
 
     measure: Callable[[argparse.Namespace, frozenset[str]], Sequence[Series] | Finding]
     help: str
-    default: bool = True
 
 
 def _throughput(options: argparse.Namespace, names: frozenset[str]) -> list[Series]:
@@ -54,16 +52,16 @@ def _scaling(options: argparse.Namespace, _: frozenset[str]) -> Finding:
 
 
 CASES = {
-    **{name: Case(_throughput, text, name in throughput.DEFAULT) for name, text in throughput.CASES.items()},
+    **{name: Case(_throughput, text) for name, text in throughput.CASES.items()},
     latency.LATENCY: Case(_latency, "from a commit to the row in the mirror, at several rates"),
     floor.FLOOR: Case(lambda options, _: floor.measure(options.batches), "what the smallest batches take, by phase"),
     sustained.SUSTAINED: Case(_sustained, "the rate that is followed for minutes, and what it costs"),
     scaling.SCALING: Case(_scaling, "executors, tables and backlogs"),
     startup.STARTUP: Case(lambda options, _: startup.measure(options.repeat), "until the first change is applied"),
     parsing.PARSING: Case(lambda options, _: parsing.measure(options.repeat), "what Dags cost the Dag processor"),
-    kafka.KAFKA: Case(lambda options, _: kafka.measure(options.rows, options.repeat), "topics at either end", False),
+    kafka.KAFKA: Case(lambda options, _: kafka.measure(options.rows, options.repeat), "topics at either end"),
     soak.SOAK: Case(
-        lambda options, _: soak.measure(options.seconds or 600, options.rate), "memory and retained log, judged", False
+        lambda options, _: soak.measure(options.seconds or 600, options.rate), "memory and retained log, judged"
     ),
 }
 
@@ -107,7 +105,7 @@ def _chosen(names: Sequence[str]) -> dict[Callable[..., Sequence[Series] | Findi
     """What is measured, in the order of the table, each with its names."""
     chosen: dict[Callable[..., Sequence[Series] | Finding], frozenset[str]] = {}
     for name, case in CASES.items():
-        if name in names or (not names and case.default):
+        if name in names:
             chosen[case.measure] = chosen.get(case.measure, frozenset()) | {name}
     return chosen
 
@@ -146,15 +144,13 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    table = "\n".join(
-        f"  {name:19}{case.help}{'' if case.default else ' (by name only)'}" for name, case in CASES.items()
-    )
+    table = "\n".join(f"  {name:19}{case.help}" for name, case in CASES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=f"{(__doc__ or '').splitlines()[0]}\n\ncases:\n{table}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("cases", nargs="*", metavar="case", type=_case, help="what to measure; by default nearly all")
+    parser.add_argument("cases", nargs="+", metavar="case", type=_case, help="what to measure")
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
     parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.docs FILE …``: write the figures of a run, or of several, into the documentation.
+"""``python -m benchmarks.docs FILE …``: write the figures of runs into the documentation.
 
 Each table goes between ``<!-- figures: NAME -->`` and ``<!-- end -->`` of :file:`docs/benchmarks.md`, each plot to
-:file:`docs/benchmarks/`. Of what the run has not measured, those that are there stay.
+:file:`docs/benchmarks/`. Of what no run has measured, those that are there stay.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ _MIB = 1 << 20
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def write(figures: Mapping[str, Any], docs: Path = DOCS) -> None:
-    """Write the tables and plots of a run.
+def write(runs: Sequence[Mapping[str, Any]], docs: Path = DOCS) -> None:
+    """Write the tables and plots of runs; of a finding that several have, the last.
 
-    :param figures: what ``python -m benchmarks --json`` has written.
+    :param runs: what ``python -m benchmarks --json`` has written.
     :param docs: a folder with :file:`benchmarks.md`.
     """
-    found = dict(figures["findings"]) | ({CASES: figures["cases"]} if figures["cases"] else {})
+    found = {name: each for run in runs for name, each in run["findings"].items()}
+    texts = {name: _measured(run, name, each) for run in runs for name, each in run["findings"].items()}
+    compared = [run for run in runs if run["cases"]]
+    if compared:
+        found[CASES] = [case for run in compared for case in run["cases"]]
+        texts[CASES] = "\n\n".join(_measured(run, CASES, run["cases"]) for run in compared)
     folder = docs / FOLDER
     folder.mkdir(exist_ok=True)
     drawn = {name: plots.PLOTS[name](found[name], folder) for name in found if name in plots.PLOTS}
@@ -47,18 +52,19 @@ def write(figures: Mapping[str, Any], docs: Path = DOCS) -> None:
         name = match["name"]
         if name not in found:
             return match[0]
-        parts = [TABLES[name](found[name]), *(f"![{name}]({FOLDER}/{file})" for file in drawn.get(name, ()))]
-        return "\n\n".join([f"{match[1].rstrip()}\n{_machine(figures)}", *parts]) + f"\n{match[3]}"
+        plotted = (f"![{name}]({FOLDER}/{file})" for file in drawn.get(name, ()))
+        return "\n\n".join([f"{match[1].rstrip()}\n{texts[name]}", *plotted]) + f"\n{match[3]}"
 
     page.write_text(_BLOCK.sub(block, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _machine(figures: Mapping[str, Any]) -> str:
-    machine = figures["machine"]
+def _measured(run: Mapping[str, Any], name: str, found: Any) -> str:
+    """A table, and above it when and on what it was measured."""
+    machine = run["machine"]
     versions = ", ".join(f"{name.capitalize()} {machine[name]}" for name in ("postgres", "spark", "python", "pyarrow"))
     return (
         f"{machine['date']}, {machine['platform']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load average"
-        f" {machine['load_before']} before the run;\n{versions}; repeats: {figures['repeat']}."
+        f" {machine['load_before']} before the run;\n{versions}; repeats: {run['repeat']}.\n\n{TABLES[name](found)}"
     )
 
 
@@ -179,19 +185,13 @@ TABLES: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def joined(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of several runs as those of one, of which the first says on what machine it was."""
-    findings = {name: found for run in runs for name, found in run["findings"].items()}
-    return {**runs[0], "cases": [case for run in runs for case in run["cases"]], "findings": findings}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the documentation's figures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.docs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", help="what `python -m benchmarks --json` has written")
     parser.add_argument("--docs", type=Path, default=DOCS, help="a folder with benchmarks.md")
     options = parser.parse_args(arguments)
-    write(joined([json.loads(file.read_text(encoding="utf-8")) for file in options.files]), options.docs)
+    write([json.loads(file.read_text(encoding="utf-8")) for file in options.files], options.docs)
     return 0
 
 

@@ -23,8 +23,6 @@ CASES = {
     beside.BESIDE: "pgbench beside a snapshot",
 }
 """All that can be measured, and what it is."""
-DEFAULT = (snapshot.SNAPSHOT, stream.NOOP, stream.PARQUET, stream.MIRROR)
-"""Without servers beside Postgres, and without anything to be fetched."""
 
 
 def measure(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import docs
+from benchmarks import docs, suite
 from benchmarks.__main__ import CASES, main
 from benchmarks.processes import KINDS
 from benchmarks.report import Series, WrongResult, as_json, as_text, check
@@ -55,6 +55,34 @@ def test_throughput_is_drawn_beside_its_peers(tmp_path: Path) -> None:
     figures = {"machine": machine | versions, "repeat": 2, "cases": as_json(series), "findings": {}}
     assert_documented(figures, tmp_path, "cases")
     assert r"| `ours` | 2.40 x copy \| copy | 100 | 150 (100 - 200) |" in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_runs_are_told_apart(tmp_path: Path) -> None:
+    machine = dict.fromkeys(("platform", "cores", "memory_gib", "load_before", "postgres", "spark", "python"), 2)
+    page = tmp_path / "benchmarks.md"
+    page.write_text("<!-- figures: cases -->\n<!-- end -->\n<!-- figures: parsing -->\n<!-- end -->\n")
+    parsing = dict.fromkeys(("files", "dags", "modules", "first", "again"), 3)
+    runs = [
+        {
+            "machine": {**machine, "pyarrow": "1", "date": date},
+            "repeat": repeat,
+            "cases": as_json([Series(case, 100, (1.0,))]),
+            "findings": {"parsing": parsing} if repeat == 2 else {},
+        }
+        for date, repeat, case in (("monday", 2, "ours"), ("tuesday", 3, "more"))
+    ]
+    docs.write(runs, tmp_path)
+    cases, parsed = page.read_text().split("<!-- figures: parsing -->")
+    places = [cases.index(text) for text in ("monday", "repeats: 2", "`ours`", "tuesday", "repeats: 3", "`more`")]
+    assert places == sorted(places)
+    assert "monday" in parsed
+    assert "tuesday" not in parsed
+
+
+def test_the_suite_measures_every_case() -> None:
+    assert {word for arguments in suite.RUNS.values() for word in arguments.split() if word in CASES} == CASES.keys()
+    with pytest.raises(SystemExit):
+        suite.main(["windows"])
 
 
 def test_only_the_plots_need_matplotlib() -> None:
@@ -142,7 +170,7 @@ def assert_documented(figures: dict[str, Any], directory: Path, *names: str) -> 
     )
     written = []
     for _ in range(2):
-        docs.write(figures, directory)
+        docs.write([figures], directory)
         written.append([each.read_bytes() for each in (page, *sorted(folder.iterdir()))])
     assert written[0] == written[1]
     text = page.read_text()
