@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 from psycopg import sql
 from pyspark.sql import SparkSession
 
@@ -76,9 +77,14 @@ class Lab:
         return _pipeline(name, self.source.dsn(database), sink, self.directory, {}, 2, **names)
 
     def settle(self) -> None:
-        """Write out what earlier cases have left in the servers' memory."""
+        """Write out what earlier cases have left in the servers' memory, and have Spark's Python workers at hand.
+
+        Spark ends them after a minute without work, as while a slow peer runs.
+        """
         for server in (self.source, self.target):
             execute(server.dsn(), "CHECKPOINT")
+        tasks = self.spark.sparkContext.defaultParallelism
+        self.spark.range(0, tasks, 1, tasks).mapInArrow(_passed_on, "id long", barrier=True).collect()
 
     def check_equal(self, source: str, target: str, what: str, tables: Sequence[str] = (TABLE,)) -> None:
         """Compare tables in two databases.
@@ -148,6 +154,13 @@ def _pipeline(
             },
         }
     )
+
+
+def _passed_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """What a task returns that does nothing, in a worker that has imported what tasks of the engine need."""
+    from airflow_cdc_provider.engine import source, stage  # noqa: F401
+
+    return batches
 
 
 def execute(dsn: str, *statements: str) -> None:
