@@ -211,3 +211,18 @@ def test_rows_that_should_be_new_are_inserted_and_others_replaced(databases: Dat
     assert "fresh" in staged.columns
     begun.unit(begun.record.applied, 200, Effect(LABEL, False, rows, fresh))
     assert begun.rows() == sorted((key, "new", "2.00") for key in keys)
+
+
+def test_new_rows_that_need_what_the_unit_changes_before_them(databases: Databases) -> None:
+    """To insert them first would break a constraint that the rows in their order keep."""
+    begun = begin(PostgresStore(databases.target), "mirror")
+    begun.unit(100, 150, upsert("0", "wanted", "1.00"))
+    with psycopg.connect(databases.target) as connection:
+        connection.execute('ALTER TABLE copy."Ord ers" ADD EXCLUDE USING btree (note WITH =)')
+    keys = [str(n) for n in range(1500)]
+    names = ["free", *(f"n{key}" for key in keys[1:-1]), "wanted"]
+    columns = {"c0": keys, "c1": names, "c2": ["2.00"] * 1500}
+    rows = pa.table({name: pa.array(texts, pa.large_string()) for name, texts in columns.items()})
+    rows = rows.append_column("erased", pa.array([False] * 1500))
+    begun.unit(begun.record.applied, 200, Effect(LABEL, False, rows, np.arange(1500) > 0))
+    assert begun.rows() == sorted((key, name, "2.00") for key, name in zip(keys, names, strict=True))

@@ -239,11 +239,14 @@ class TableStatements:
         self._write(stage, written, sql.SQL(" ON CONFLICT ({}) DO {}").format(key, update))
 
     def _insert(self, stage: sql.Composable, written: sql.Composable) -> bool:
-        """Insert rows that should be new, in half the time of an upsert; false when one is there already."""
+        """Insert rows that should be new, in half the time of an upsert; false when the target refuses.
+
+        One may be there already, or break a constraint that it keeps in the order of the log, among the others.
+        """
         rows(self._connection, "SAVEPOINT fresh")
         try:
             self._write(stage, written, sql.SQL(""))
-        except psycopg2.errors.UniqueViolation:
+        except psycopg2.IntegrityError:
             rows(self._connection, "ROLLBACK TO SAVEPOINT fresh")
             return False
         rows(self._connection, "RELEASE SAVEPOINT fresh")
