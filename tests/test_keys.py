@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psycopg
@@ -20,9 +20,12 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.chunks import range_condition
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 from tests.changelogs import assert_same_values
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.pipelines import PipelineUnderTest, execute, transaction
+from tests.sink_contract import TABLE
 
 pytestmark = pytest.mark.slow
 
@@ -319,3 +322,20 @@ def test_ten_thousand_chunks_of_a_skewed_key(databases: Databases, tmp_path: Pat
     pipeline.apply()
     pipeline.assert_equal(order="1, 2")
     pipeline.assert_verified()
+
+
+def test_the_index_of_a_key_is_found_whatever_the_databases_collation_and_encoding(server: PostgresServer) -> None:
+    nocase = "CREATE COLLATION public.nocase (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"
+    databases = {
+        "keys_collated": ("ENCODING 'UTF8' LOCALE 'C' LOCALE_PROVIDER icu ICU_LOCALE 'en-US'", "public.nocase", nocase),
+        "keys_ascii": ("ENCODING 'SQL_ASCII' LOCALE 'C'", 'pg_catalog."C"', "SELECT"),
+    }
+    for name, (how, collation, create) in databases.items():
+        execute(server.dsn(), f"CREATE DATABASE {name} TEMPLATE template0 {how}")
+        columns = f'account int, "Zähler" text COLLATE {collation}, PRIMARY KEY ("Zähler", account)'
+        execute(server.dsn(name), create, f'CREATE TABLE public."Größe" ({columns})')
+        target = Target(replace(TABLE, key=("account", "Zähler")), "public", "Größe")
+        with connected(server.dsn(name)) as connection:
+            key = TargetKey.of_all(connection, [target])[TABLE.label]
+        assert [(column.type, column.collation) for column in key.columns] == [("integer", None), ("text", collation)]
+        drop_database(server, name)

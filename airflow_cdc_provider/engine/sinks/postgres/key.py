@@ -38,10 +38,11 @@ SELECT asked.label, found.* FROM (
     FROM pg_index i
     WHERE i.indrelid = to_regclass(asked.relation) AND i.indisunique AND i.indimmediate AND i.indisvalid
       AND i.indpred IS NULL
-      AND (SELECT array_agg(a.attname::text ORDER BY a.attname)
+      AND (SELECT array_agg(a.attname::text ORDER BY a.attname COLLATE "C")
            FROM unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)
            LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum
-           WHERE u.position <= i.indnkeyatts) = (SELECT array_agg(k ORDER BY k) FROM unnest(asked.names) AS k)
+           WHERE u.position <= i.indnkeyatts)
+          = (SELECT array_agg(k ORDER BY k COLLATE "C") FROM unnest(asked.names) AS k)
     ORDER BY i.indisprimary DESC, i.indexrelid LIMIT 1
 ), compared AS (
     SELECT u.attnum, c.collisdeterministic, quote_ident(n.nspname) || '.' || o.oprname AS operator,
@@ -105,7 +106,9 @@ class TargetKey:
             relation = sql.Identifier(target.schema, target.name).as_string(connection)
             asked.append({"label": target.table.label, "relation": relation, "names": list(target.table.key)})
             keys[target.table.label] = []
-        for label, _, *column in rows(connection, _KEYS, {"asked": json.dumps(asked), "exact": _EXACT}):
+        # A database without an encoding knows no escapes but those of ASCII.
+        parameters = {"asked": json.dumps(asked, ensure_ascii=False), "exact": _EXACT}
+        for label, _, *column in rows(connection, _KEYS, parameters) if asked else ():
             keys[label].append(KeyColumn(*column))
         return {label: cls(tuple(columns)) for label, columns in keys.items()}
 

@@ -390,8 +390,9 @@ class PostgresSink(PostgresRecord):
         missing: dict[str, set[tuple[str, ...]]] = {}
         self._check_staged(connection, [staged for piece in pieces for staged in piece.tables])
         touched = {staged.label for piece in pieces for staged in piece.tables}
-        keys = TargetKey.of_all(connection, [targets[label] for label in touched])
-        statements_of = {label: TableStatements(connection, targets[label], keys[label]) for label in touched}
+        mirrored = [targets[label] for label in touched if self.mode == "mirror"]
+        keys = TargetKey.of_all(connection, mirrored)
+        statements_of = {label: TableStatements(connection, targets[label], keys.get(label)) for label in touched}
         for piece in sorted(pieces, key=lambda p: p.index):
             for staged in piece.tables:
                 target, statements = targets[staged.label], statements_of[staged.label]
