@@ -23,7 +23,7 @@ from itertools import count
 from typing import Any
 
 from pyspark import TaskContext, cloudpickle
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, Row
 
 from airflow_cdc_provider.engine.sockets import Answering, ask
 from airflow_cdc_provider.engine.stage import Stage
@@ -70,16 +70,20 @@ class Handout:
         :param pieces: rows of :class:`.source.PostgresCdcSource`.
         :returns: the messages of :class:`.Stage`, one a piece, in no order.
         """
-        number = next((number for number, handed in self._handed.items() if handed == stage), None)
-        if number is None:
-            rows = pieces.mapInArrow(stage, "message binary").collect()
-        else:
+        rows: list[Row] = []
+        # Tables that compare as equal may differ in what a schema change has brought.
+        numbers = (n for n, handed in self._handed.items() if handed.targets is stage.targets and handed == stage)
+        number = next(numbers, None)
+        if number is not None:
             context = pieces.sparkSession.sparkContext
             context.setLocalProperty(_PROPERTY, number)
             try:
                 rows = pieces.select("message").collect()
             finally:
                 context.setLocalProperty(_PROPERTY, None)  # type: ignore[arg-type]  # removes it
+        # Where threads of Python have none of Java's own, tasks may not be told.
+        if number is None or any(row.message is None for row in rows):
+            rows = pieces.mapInArrow(stage, "message binary").collect()
         return [pickle.loads(row.message) for row in rows]
 
 
