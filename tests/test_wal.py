@@ -205,23 +205,24 @@ def test_a_batch_is_awaited_until_it_is_due_or_full(databases: Databases) -> Non
     never, long_ago = 1e6 + time.monotonic(), 0.0
     with slot_reader(databases.source) as (reader, start):
         after = Position(start)
-        reader.await_batch(after, UNLIMITED, due=never, patience=0.0)  # nothing comes
+        assert not reader.await_batch(after, UNLIMITED, due=long_ago, patience=0.0)  # nothing comes
         assert reader.cut(after, UNLIMITED) == after
         with ThreadPoolExecutor(1) as thread:
             first = thread.submit(reader.await_batch, after, UNLIMITED, long_ago, 1e6)
             assert not first.done()
             execute(databases.source, "INSERT INTO t VALUES (1, 'a')")
-            first.result(SECONDS)
+            assert first.result(SECONDS)
             end = reader.cut(after, UNLIMITED)
             assert end > after
             reader.committed(end)
             execute(databases.source, "INSERT INTO t VALUES (2, 'b')")
             assert await_condition(lambda: reader._buffer.holds(end), SECONDS)
+            assert not reader.await_batch(end, 1 << 16, never, patience=0.0)  # nobody waits for ever
             full = thread.submit(reader.await_batch, end, 1 << 16, never, 1e6)
             with pytest.raises(TimeoutError):
                 full.result(0.5)  # it is not due
             execute(databases.source, "INSERT INTO t SELECT n, repeat('x', 1000) FROM generate_series(3, 100) n")
-            full.result(SECONDS)
+            assert full.result(SECONDS)
         assert reader.cut(end, 1 << 16) > end
 
 

@@ -38,7 +38,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Self
 
 import pyarrow as pa
@@ -74,7 +73,7 @@ _ARROW = pa.schema(
 )
 _SOCKET = "pieces"
 _BLOCK_BYTES = 8 << 20
-# Spark asks again every 10 ms, which is work, too.
+# Spark asks again every 10 ms, which is work, too; but it cannot end a process that waits here.
 _PATIENCE_SECONDS = 1.0
 _SHIPPED_BYTES = 2 * _BLOCK_BYTES  # a larger piece is one of a large row
 
@@ -164,13 +163,13 @@ class PiecePartition(InputPartition):
         index: int,
         piece: bytes,
         deposit: str | None = None,
-        handed: Mapping[str, bytes] = MappingProxyType({}),
+        handed: Mapping[str, bytes] | None = None,
         shelf: str | None = None,
     ) -> None:
         super().__init__(index)
         self.shelf = shelf
         self.row = {"start": start, "end": end, "index": index, "piece": piece, "deposit": deposit}
-        self.handed = dict(handed)
+        self.handed = handed or {}
 
 
 class SlotStreamReader(DataSourceStreamReader):
@@ -211,12 +210,14 @@ class SlotStreamReader(DataSourceStreamReader):
         if after > Position(options.applied):
             failpoint("before-acknowledgement")
             reader.committed(after)
+            self._shelf = []
             failpoint("after-acknowledgement")
             self._discard()
         max_bytes = getattr(limit, "max_bytes", options.max_batch_bytes)
-        if options.trigger is not None:
-            reader.await_batch(after, max_bytes, self._advanced + options.trigger, _PATIENCE_SECONDS)
-        end = reader.cut(after, max_bytes)
+        cut = options.trigger is None or reader.await_batch(
+            after, max_bytes, self._advanced + options.trigger, _PATIENCE_SECONDS
+        )
+        end = reader.cut(after, max_bytes) if cut else after
         if end == after and time.monotonic() - self._advanced >= options.heartbeat:
             end = reader.idle_position(after)
         if end != after:

@@ -101,20 +101,24 @@ class WalReader:
         self._thread = threading.Thread(target=self._run, name="wal-reader", daemon=True)
         self._thread.start()
 
-    def await_batch(self, after: Position, limit: int, due: float, patience: float) -> None:
+    def await_batch(self, after: Position, limit: int, due: float, patience: float) -> bool:
         """Wait for the first transaction of the batch that begins at ``after``, then until it is due or full.
 
         :param limit: bytes of a full batch.
         :param due: of the clock :func:`time.monotonic`.
-        :param patience: seconds to wait for a transaction.
+        :param patience: seconds to wait at most.
+        :returns: whether the batch is to be cut now; also true when nothing more will come.
         """
         last = time.monotonic() + patience
         with self._changed:
             while self._failure is None and self._buffer.bytes < limit:
-                left = (due if self._buffer.holds(after) else last) - time.monotonic()
-                if left <= 0:
-                    return
-                self._changed.wait(left)
+                now, holds = time.monotonic(), self._buffer.holds(after)
+                if holds and now >= due:
+                    return True
+                if now >= last:
+                    return False
+                self._changed.wait((min(due, last) if holds else last) - now)
+        return True
 
     def cut(self, after: Position, limit: int) -> Position:
         """See :meth:`Buffer.cut`; what came before a change that cannot be sent is still delivered."""
