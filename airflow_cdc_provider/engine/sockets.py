@@ -35,26 +35,29 @@ class Answering:
 
     def __init__(self, directory: str, name: str, answer: Callable[[bytearray], bytes]) -> None:
         self._answer = answer
+        self._path = os.path.join(directory, name)
+        self._closing = False
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(os.path.join(directory, name))
+        self._server.bind(self._path)
         self._server.listen()
         self._thread = threading.Thread(target=self._run, name=f"answering-{name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
-        with suppress(OSError):  # it has ended itself
-            self._server.shutdown(socket.SHUT_RDWR)
+        self._closing = True
+        # To shut the socket down would not wake the thread on every system.
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as client:  # it may have ended itself
+            client.connect(self._path)
         self._thread.join()
 
     def _run(self) -> None:
         with self._server as server:
             while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:  # closed
-                    return
+                connection, _ = server.accept()
                 with connection:
+                    if self._closing:
+                        return
                     try:
                         question = _receive(connection)
                     except ConnectionError:
