@@ -14,6 +14,7 @@ from tests.airflow_support import connection_json, write_pipeline
 # isort: split
 from airflow.providers.apache.spark.hooks import spark_submit
 
+from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY
 from airflow_cdc_provider.engine.errors import SparkUnusable
 from airflow_cdc_provider.engine.submission import Submission
 from airflow_cdc_provider.hooks import spark_job
@@ -64,7 +65,7 @@ class Submitted:
 @pytest.mark.parametrize(
     ("host", "extra", "conf"),
     [
-        ("local[2]", {}, {"spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"}),
+        ("local[2]", {}, {f"spark.driver.defaultJavaOptions={END_WITHOUT_MEMORY} -XX:TieredStopAtLevel=1"}),
         ("spark://m:7077", {}, set()),
         ("yarn", {"deploy-mode": "client"}, set()),
         ("k8s://https://m:6443", {}, set()),

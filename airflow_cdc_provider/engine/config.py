@@ -39,6 +39,9 @@ from airflow_cdc_provider.engine.topics.settings import TopicSource
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
 _NAME = re.compile(r"[a-z0-9_]{1,40}")
 _SLOT = re.compile(r"[a-z0-9_]{1,63}")
+# A JVM that has run out of memory loses any of its threads and may hang for ever; one that is killed is noticed. (The
+# flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
+END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
 _ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 
 
@@ -183,17 +186,15 @@ class Pipeline:
         return found
 
     def spark_conf_on(self, master: str) -> dict[str, str]:
-        """:attr:`spark_conf`, and what pays on a master.
+        """:attr:`spark_conf`, and beneath it what pays on a master.
 
         Where neither source nor sinks work in the JVM, that of ``local[…]`` only plans small queries and starts their
-        tasks. Its second, optimising compiler then takes more processor time than it ever saves; an option of the
-        file's own stands behind and wins.
+        tasks. Its second, optimising compiler then takes more processor time than it ever saves. What
+        ``spark.driver.extraJavaOptions`` says, stands behind these options and wins.
         """
-        conf = self.spark_conf
-        if runs_locally(master) and self.topics is None and not any(sink.spark_conf for sink in self.sinks):
-            options = conf.get("spark.driver.extraJavaOptions", "")
-            conf["spark.driver.extraJavaOptions"] = f"{_ONE_COMPILER} {options}".rstrip()
-        return conf
+        if not runs_locally(master) or self.topics is not None or any(sink.spark_conf for sink in self.sinks):
+            return self.spark_conf
+        return {"spark.driver.defaultJavaOptions": f"{END_WITHOUT_MEMORY} {_ONE_COMPILER}", **self.spark_conf}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> Pipeline:

@@ -24,12 +24,8 @@ from pyspark import SparkContext, SparkFiles
 from pyspark.sql import SparkSession
 
 import airflow_cdc_provider
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY, Pipeline
 from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable
-
-# A JVM that has run out of memory loses any of its threads and may hang for ever; one that is killed is noticed. (The
-# flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
-_END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
 
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
@@ -42,8 +38,8 @@ DEFAULTS = {
     # A second attempt beside the first would only be refused by the sink.
     "spark.speculation": "false",
     "spark.python.worker.faulthandler.enabled": "true",
-    "spark.driver.defaultJavaOptions": _END_WITHOUT_MEMORY,
-    "spark.executor.defaultJavaOptions": _END_WITHOUT_MEMORY,
+    "spark.driver.defaultJavaOptions": END_WITHOUT_MEMORY,
+    "spark.executor.defaultJavaOptions": END_WITHOUT_MEMORY,
 }
 """What every Spark of the engine is started with, unless the pipeline file says otherwise."""
 
