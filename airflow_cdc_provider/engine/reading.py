@@ -125,10 +125,6 @@ class SnapshotReader:
     :param patience: seconds to wait for each lock.
     :param copies: whether the rows may be had as COPY's text.
     :ivar copied: whether they were.
-    :raises TableLocked: when one is not to be had.
-    :raises CdcError: when the source cannot be reached.
-    :raises StreamFailed: when the connection breaks, or leads to another server; the read is to be done again.
-    :raises SchemaChanged: when the table is not defined as it was when the read was planned.
     """
 
     def __init__(self, read: Read, patience: float = _PATIENCE_SECONDS, copies: bool = True) -> None:
@@ -145,7 +141,13 @@ class SnapshotReader:
             self._session.close()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, as record batches of text columns; they may be :class:`.sinks.base.Copyable`."""
+        """The rows, as record batches of text columns; they may be :class:`.sinks.base.Copyable`.
+
+        :raises TableLocked: with the first of them, when a lock is not to be had.
+        :raises CdcError: when the source cannot be reached.
+        :raises StreamFailed: when the connection breaks, or leads to another server; the read is to be done again.
+        :raises SchemaChanged: when the table is not defined as it was when the read was planned.
+        """
         batches = self._batches()
         return SnapshotRows(batches, self._texts) if self._copies and self._read.copy_query is not None else batches
 
@@ -180,7 +182,10 @@ class SnapshotReader:
         failpoint("after-chunk-read")
 
     def finish(self) -> Watermark:
-        """Commit the marker that flushes what was read, and return the read's watermark."""
+        """Commit the marker that flushes what was read, and return the read's watermark.
+
+        :raises CdcError: as :meth:`batches`.
+        """
         assert self.snapshot is not None, "the rows have not been read"
         assert self._session is not None
         with _as_failure(self._read.dsn):
