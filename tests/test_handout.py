@@ -72,7 +72,7 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
 def test_answers_of_any_size_come_whole() -> None:
     with meeting_place() as directory:
         assert Path(directory).stat().st_mode & 0o777 == 0o700
-        with closing(Answering(directory, "double", lambda question: bytes(question) * 2)):
+        with closing(Answering(directory, "double", lambda question: [question, question])):
             for size in (0, 1, 5 << 20):
                 assert ask(directory, "double", b"x" * size) == b"x" * 2 * size
         with pytest.raises(OSError, match="Errno"):
@@ -84,7 +84,7 @@ def test_an_answer_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPa
     failed: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: failed.append(arguments.exc_value))
 
-    def answer(_: bytearray) -> bytes:
+    def answer(_: bytearray) -> list[bytes]:
         raise ValueError("not known")
 
     with meeting_place() as directory, closing(Answering(directory, "failing", answer)):

@@ -8,6 +8,7 @@ transaction has any content at all.
 from __future__ import annotations
 
 import dataclasses
+import io
 import struct
 from collections import deque
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _ROWS = frozenset(b"IUD")
 # A commit record lists subtransactions, dropped files and invalidations; its size is limited to a gigabyte.
 _LONGEST_COMMIT = 1 << 31
 _MARKER = MESSAGE_PREFIX.encode() + b"\0"
+_FORGETTABLE_BYTES = 1 << 20  # a piece may hold so much of what stands behind it in memory
 
 
 @dataclass(frozen=True, order=True)
@@ -63,6 +65,14 @@ class Block:
         return len(self.piece.data)
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """A place between two messages of the block that grows: how many there are before it, and their bytes."""
+
+    messages: int
+    size: int
+
+
 class Buffer:
     """Messages between the connection and Spark; no I/O, not thread-safe by itself.
 
@@ -81,22 +91,28 @@ class Buffer:
         self._transaction: OpenTransaction | None = None
         self._rows = 0
         self._content = False
-        self._restart([], self._relations, None)
+        self._restart(b"", [], self._relations, None)
 
     def _restart(
-        self, messages: list[bytes | memoryview], relations: dict[int, bytes], transaction: OpenTransaction | None
+        self,
+        rest: bytes | memoryview,
+        lengths: list[int],
+        relations: dict[int, bytes],
+        transaction: OpenTransaction | None,
     ) -> None:
         """Begin a block with messages that were not sealed, and the context in which they stand."""
-        self._messages = messages
-        self._size = sum(map(len, messages))
+        self._data = io.BytesIO()
+        self._data.write(rest)
+        self._lengths = lengths
+        self._size = len(rest)
         self._context = (tuple(relations.values()), transaction)
-        self._begin = 0
-        self._committed = 0
+        self._begin = _Mark(0, 0)
+        self._committed: _Mark | None = None
         self._committed_lsn = 0
         self._committed_relations = relations
 
     def add(self, message: bytes | memoryview) -> None:
-        """Add one pgoutput message, without the header of XLogData.
+        """Add one pgoutput message, without the header of XLogData; it is copied.
 
         :raises ProtocolError: when a commit ends another transaction than has begun. Other damage is found when
             the message is decoded; but positions are acknowledged, so they must be right here.
@@ -105,9 +121,13 @@ class Buffer:
         tag = message[0]
         if tag == _MESSAGE and message[10 : 10 + len(_MARKER)] != _MARKER:
             return  # of another application; it may come between transactions
-        self._messages.append(message)
-        self._size += len(message)
-        self.bytes += len(message)
+        size = len(message)
+        if self._committed is not None and self._size + size >= self._block_bytes:
+            self._seal_committed()  # now, as what has come since would have to be moved
+        self._data.write(message)
+        self._lengths.append(size)
+        self._size += size
+        self.bytes += size
         if tag in _ROWS:
             self._content = True
             self._rows += 1
@@ -116,7 +136,7 @@ class Buffer:
             self._transaction = OpenTransaction(xid, lsn, timestamp + EPOCH_2000, 0)
             self._rows = 0
             self._content = False
-            self._begin = len(self._messages) - 1
+            self._begin = _Mark(len(self._lengths) - 1, self._size - size)
         elif tag == _COMMIT:
             self._commit(*struct.unpack_from(">qq", message, 2))
             return
@@ -130,9 +150,7 @@ class Buffer:
         elif tag == _MESSAGE:
             self._content = True
         if self._size >= self._block_bytes:
-            self._seal_committed()
-            if self._size >= self._block_bytes:
-                self._seal_open()
+            self._seal_open()
 
     def _commit(self, lsn: int, end_lsn: int) -> None:
         begun = self._transaction.commit_lsn if self._transaction is not None else None
@@ -142,13 +160,13 @@ class Buffer:
                 + (f" one at {format_lsn(begun)} was to come" if begun is not None else " no transaction has begun"),
                 "Start the stream again from its last commit; if that fails too, report it with the server's version.",
             )
-        in_parts = self._context[1] is not None and self._committed == 0
+        in_parts = self._context[1] is not None and self._committed is None
         self._transaction = None
         self.position = end_lsn
         if not self._content and not in_parts:
             self._forget_transaction()
             return
-        self._committed = len(self._messages)
+        self._committed = _Mark(len(self._lengths), self._size)
         self._committed_lsn = end_lsn
         self._committed_relations = self._relations
         # The last part of a transaction that was sealed in parts stands alone, so that all its parts end one batch.
@@ -157,10 +175,11 @@ class Buffer:
 
     def _forget_transaction(self) -> None:
         """Drop a transaction without content: only the position moves."""
-        dropped = sum(map(len, self._messages[self._begin :]))
-        del self._messages[self._begin :]
-        self._size -= dropped
-        self.bytes -= dropped
+        self.bytes -= self._size - self._begin.size
+        del self._lengths[self._begin.messages :]
+        self._size = self._begin.size
+        self._data.seek(self._size)
+        self._data.truncate()
 
     def keepalive(self, wal_end: int) -> None:
         """Note a keepalive: between transactions it stands for everything before it in the byte stream."""
@@ -169,7 +188,7 @@ class Buffer:
 
     def holds(self, after: Position) -> bool:
         """Whether a whole transaction with content has come behind a position."""
-        return self._committed > 0 or any(b.end > after and not b.end.block for b in self._blocks)
+        return self._committed is not None or any(b.end > after and not b.end.block for b in self._blocks)
 
     def seal(self) -> Position:
         """Make a block of the whole transactions that have come; return the end of the last block."""
@@ -177,22 +196,27 @@ class Buffer:
         return self._end
 
     def _seal_committed(self) -> None:
-        if self._committed:
-            sealed, rest = self._messages[: self._committed], self._messages[self._committed :]
-            self._append(sealed, Position(self._committed_lsn))
+        if self._committed is not None:
             # The rest, if any, begins with BEGIN.
-            self._restart(rest, self._committed_relations, None)
+            rest = self._append(self._committed, Position(self._committed_lsn))
+            self._restart(rest, self._lengths[self._committed.messages :], self._committed_relations, None)
 
     def _seal_open(self) -> None:
-        self._append(self._messages, Position(self._end.lsn, self._end.block + 1))
+        self._append(_Mark(len(self._lengths), self._size), Position(self._end.lsn, self._end.block + 1))
         transaction = self._transaction and dataclasses.replace(self._transaction, seq=self._rows)
-        self._restart([], self._relations, transaction)
+        self._restart(b"", [], self._relations, transaction)
 
-    def _append(self, messages: list[bytes | memoryview], end: Position) -> None:
-        relations, transaction = self._context
-        lengths = np.fromiter(map(len, messages), dtype="<i4", count=len(messages))
-        self._blocks.append(Block(Piece(b"".join(messages), lengths.tobytes(), relations, transaction), end))
+    def _append(self, until: _Mark, end: Position) -> memoryview:
+        """Append a block of the messages before a mark, and return the bytes of the others."""
+        data = self._data.getvalue()  # no copy, as nothing is written any more
+        view = memoryview(data)
+        piece = data if until.size == len(data) else view[: until.size]
+        if len(data) - until.size > _FORGETTABLE_BYTES:
+            piece = bytes(piece)
+        lengths = np.array(self._lengths[: until.messages], dtype="<i4").tobytes()
+        self._blocks.append(Block(Piece(piece, lengths, *self._context), end))
         self._end = end
+        return view[until.size :]
 
     def cut(self, after: Position, limit: int) -> Position:
         """Choose where the batch that begins at ``after`` ends.
@@ -217,7 +241,7 @@ class Buffer:
 
     def idle_position(self, after: Position) -> Position:
         """The position reached when everything with content has been passed; ``after`` otherwise."""
-        idle = self._transaction is None and not self._messages and self._end <= after
+        idle = self._transaction is None and not self._lengths and self._end <= after
         if idle and self.position > after.lsn:
             self._end = Position(self.position)  # what follows is counted from here
             return self._end

@@ -54,7 +54,7 @@ class Handout:
         with closing(Answering(directory, _SOCKET, lambda _: self._hand_out())):
             yield
 
-    def _hand_out(self) -> bytes:
+    def _hand_out(self) -> list[bytes]:
         self._handed = {str(next(self._numbers)): offer() for offer in self.offers}
         pickled = {
             number: zlib.compress(cloudpickle.dumps(stage), 1)  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ class Handout:
         }
         if sum(map(len, pickled.values())) > _LARGEST:
             self._handed, pickled = {}, {}
-        return pickle.dumps(pickled)
+        return [pickle.dumps(pickled)]
 
     def stage(self, pieces: DataFrame, stage: Stage) -> list[Any]:
         """Stage a batch.

@@ -27,6 +27,8 @@ from airflow_cdc_provider.engine.lsn import format_lsn
 Ints = NDArray[np.int64]
 Octets = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
+Bytes = bytes | bytearray | memoryview
+"""Where messages stand."""
 
 _EPOCH = 946_684_800_000_000  # 2000-01-01, where Postgres counts from, in microseconds since the Unix epoch
 _B, _C, _R, _I, _U, _D, _T = b"BCRIUDT"
@@ -63,8 +65,8 @@ class Piece:
     :param transaction: the transaction in progress at the start, None outside of one.
     """
 
-    data: bytes | bytearray = field(repr=False)
-    lengths: bytes = field(repr=False)
+    data: Bytes = field(repr=False)
+    lengths: Bytes = field(repr=False)
     relations: tuple[bytes, ...]
     transaction: OpenTransaction | None
 
@@ -73,30 +75,35 @@ class Piece:
         """Bytes of all messages, also where ``data`` is somewhere else."""
         return int(np.frombuffer(self.lengths, "<i4").sum(dtype=np.int64))
 
-    def to_bytes(self) -> bytes:
-        """Pack the piece for shipping; :meth:`from_bytes` is the inverse."""
+    def parts(self) -> Sequence[Bytes]:
+        """Pack the piece for shipping: one behind the other, these are :meth:`to_bytes`."""
         t = self.transaction
         opened = struct.pack("<Iqqq", t.xid, t.commit_lsn, t.commit_ts, t.seq) if t else b""
         parts = [opened, self.lengths, self.data, *self.relations]
-        return b"".join([struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts)), *parts])
+        return [struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts)), *parts]
+
+    def to_bytes(self) -> bytes:
+        """Pack the piece for shipping; :meth:`from_bytes` is the inverse."""
+        return b"".join(self.parts())
 
     @classmethod
-    def from_bytes(cls, packed: bytes) -> Piece:
-        """Unpack what :meth:`to_bytes` returned.
+    def from_bytes(cls, packed: Bytes) -> Piece:
+        """Unpack what :meth:`to_bytes` returned, without a copy of the messages.
 
         :raises ProtocolError: when ``packed`` is something else or incomplete.
         """
         try:
             (count,) = struct.unpack_from("<I", packed)
             edges = list(accumulate(struct.unpack_from(f"<{count}Q", packed, 4), initial=4 + 8 * count))
-            opened, lengths, data, *relations = (packed[start:end] for start, end in pairwise(edges))
+            view = memoryview(packed)
+            opened, lengths, data, *relations = (view[start:end] for start, end in pairwise(edges))
             transaction = OpenTransaction(*struct.unpack("<Iqqq", opened)) if opened else None
             if edges[-1] != len(packed):
                 raise ValueError(f"it should have {edges[-1]}")
         except (struct.error, ValueError) as error:
             solution = "Let driver and executors run the same version of airflow-cdc-provider."
             raise ProtocolError(f"not a packed piece, {len(packed)} bytes: {error}", solution) from None
-        return cls(data, lengths, tuple(relations), transaction)
+        return cls(data, lengths, tuple(map(bytes, relations)), transaction)
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ def _refuse(bad: Flags, describe: Callable[[int], str], solution: str = _REPORT)
 class _Wire:
     """The bytes of a piece and where its messages are: arrays with one entry for each message."""
 
-    data: bytes | bytearray
+    data: Bytes
     start: Ints
     length: Ints
     kind: Octets
@@ -412,7 +419,7 @@ def _values(
     return kind, start, start + length
 
 
-def _strings(data: bytes | bytearray, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:
+def _strings(data: Bytes, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:
     """Collect the values of one column; ``text``: which of the present rows have one (not null, not left out).
 
     Values and the bytes between them are an Arrow array without any copying, because positions grow from row to row.

@@ -12,9 +12,10 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+_Bytes = bytes | bytearray | memoryview
 _LENGTH = struct.Struct("<Q")
 _LONG = 60  # a socket's path has at most 108 bytes, on some systems fewer
 
@@ -30,10 +31,11 @@ def meeting_place() -> Iterator[str]:
 class Answering:
     """A thread that answers, one after the other; ends with the process, if not before.
 
-    :param answer: called in the thread with each question; what it raises ends the thread, and refuses whoever asks.
+    :param answer: called in the thread with each question, returns an answer in parts; what it raises ends the thread,
+        and refuses whoever asks.
     """
 
-    def __init__(self, directory: str, name: str, answer: Callable[[bytearray], bytes]) -> None:
+    def __init__(self, directory: str, name: str, answer: Callable[[bytearray], Sequence[_Bytes]]) -> None:
         self._answer = answer
         self._path = os.path.join(directory, name)
         self._closing = False
@@ -64,7 +66,7 @@ class Answering:
                         continue
                     answer = self._answer(question)
                     with suppress(ConnectionError):  # whoever asked has been ended
-                        _send(connection, answer)
+                        _send(connection, *answer)
 
 
 def ask(directory: str, name: str, question: bytes = b"") -> bytearray:
@@ -78,10 +80,11 @@ def ask(directory: str, name: str, question: bytes = b"") -> bytearray:
         return _receive(client)
 
 
-def _send(connection: socket.socket, message: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(message)))
-    if message:  # after an empty one the other end may have answered and gone
-        connection.sendall(message)
+def _send(connection: socket.socket, *parts: _Bytes) -> None:
+    connection.sendall(_LENGTH.pack(sum(map(len, parts))))
+    for part in parts:
+        if part:  # after an empty message the other end may have answered and gone
+            connection.sendall(part)
 
 
 def _receive(connection: socket.socket) -> bytearray:

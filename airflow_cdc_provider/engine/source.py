@@ -248,7 +248,7 @@ class SlotStreamReader(DataSourceStreamReader):
         name = uuid.uuid4().hex
         self._deposits.append(name)
         with _sink_failures(f"depositing {human_bytes(piece.size)} of the log in the sink"):
-            self._options.sink.deposit(self._options.epoch, name, piece.data)
+            self._options.sink.deposit(self._options.epoch, name, bytes(piece.data))
         return replace(piece, data=b""), name
 
     def _shelve(self, pieces: list[Piece]) -> str:
@@ -257,7 +257,7 @@ class SlotStreamReader(DataSourceStreamReader):
         directory = self._options.meeting.directory
         self._shelf = pieces
         if self._answering is None:
-            self._answering = Answering(directory, _SOCKET, lambda index: self._shelf[int(index)].to_bytes())
+            self._answering = Answering(directory, _SOCKET, lambda index: self._shelf[int(index)].parts())
         return directory
 
     def _discard(self) -> None:
@@ -272,7 +272,7 @@ class SlotStreamReader(DataSourceStreamReader):
         assert isinstance(partition, PiecePartition)
         row: dict[str, Any] = partition.row
         if partition.shelf is not None:
-            row = row | {"piece": bytes(ask(partition.shelf, _SOCKET, str(row["index"]).encode()))}
+            row = row | {"piece": ask(partition.shelf, _SOCKET, str(row["index"]).encode())}
         stage, failed = chosen(partition.handed), False
         if stage is not None:
             message = stage.message(row)

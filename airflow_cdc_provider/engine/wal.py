@@ -52,7 +52,6 @@ _ANSWER_SECONDS = 60.0
 _PATIENCE_SECONDS = 300.0
 _HEADER = 25  # of XLogData: kind, start, end, time
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
-_COPIED_BYTES = 1 << 20  # a larger message is not copied out of libpq's buffer before its block is sealed
 
 
 class WalReader:
@@ -243,18 +242,17 @@ class WalReader:
                     return False
                 if length < 0:
                     raise _ended(self._connection, self._connection.get_result())
-                message = bytes(data) if length < _COPIED_BYTES else data
                 try:
-                    if message[0] == 0x77:
-                        add(message[_HEADER:])
+                    if data[0] == 0x77:
+                        add(data[_HEADER:])
                     else:
-                        wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
+                        wal_end, _, reply = struct.unpack_from(">qqB", data, 1)
                         keepalive(wal_end)
                         if reply:
                             self._send_status(self._acknowledged, False)
                 except (struct.error, IndexError) as e:
                     raise ProtocolError(
-                        f"a message of {length} bytes, {message[:60]!r}, is cut short: {e}",
+                        f"a message of {length} bytes, {bytes(data[:60])!r}, is cut short: {e}",
                         "Start the stream again; it goes on from the last commit.",
                     ) from None
             self._changed.notify_all()
