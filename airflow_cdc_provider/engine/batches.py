@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -12,7 +13,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.errors import CdcError, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, Retry, StreamFailed
 from airflow_cdc_provider.engine.garbage import release_batches
 from airflow_cdc_provider.engine.run import Run
 
@@ -76,8 +77,25 @@ class Batches:
             raise self._failure or self._query_failure(str(failure)) from failure
         return True
 
-    def stop(self, query: StreamingQuery) -> None:
-        """Stop the query between two batches: one that has begun ends, one that begins now is turned away."""
+    @contextmanager
+    def watched(self, query: StreamingQuery) -> Iterator[None]:
+        """Do what goes on beside the batches, and stop the query after that, between two batches.
+
+        :raises CdcError: what a batch failed with for good, also where what went on beside it failed first: a run that
+            another has overtaken is not to be begun again because a broker did not answer it.
+        """
+        try:
+            try:
+                yield
+            finally:
+                self._stop(query)
+        except Exception as e:
+            if self._failure is None or self._failure.retry is Retry.RETRY:
+                raise
+            raise self._failure from e
+
+    def _stop(self, query: StreamingQuery) -> None:
+        """Let a batch that has begun end, and turn away one that begins now."""
         with self._one:
             self._stopped = True
         try:

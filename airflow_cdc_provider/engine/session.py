@@ -24,8 +24,9 @@ from pyspark import SparkContext, SparkFiles
 from pyspark.sql import SparkSession
 
 import airflow_cdc_provider
-from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY, Pipeline
+from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY, Pipeline, runs_locally
 from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable
+from airflow_cdc_provider.engine.interpreter import is_this_python, write_interpreter
 
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
@@ -53,8 +54,36 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     :param command: for the application's name.
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as name:
+        directory = Path(name)
+        beside_driver = not submitted and runs_locally(pipeline.spark.master)
+        with _python(write_interpreter(directory) if beside_driver else sys.executable):
+            spark = _started(pipeline, command, submitted)
+            try:
+                # Before a job no task is spent on what this process sees as well.
+                check_executors(spark, thoroughly=command == "preflight")
+                _ship_engine(spark.sparkContext, directory)
+                yield spark
+            finally:
+                with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
+                    spark.stop()
+
+
+@contextmanager
+def _python(path: str) -> Iterator[None]:
+    """Let Spark start its processes with a Python, unless the user has named another."""
+    if "PYSPARK_PYTHON" in os.environ:
+        yield
+        return
+    os.environ["PYSPARK_PYTHON"] = path
+    try:
+        yield
+    finally:
+        del os.environ["PYSPARK_PYTHON"]
+
+
+def _started(pipeline: Pipeline, command: str, submitted: bool) -> SparkSession:
     builder = SparkSession.builder.appName(f"airflow-cdc {pipeline.name} {command}")
     for name, value in DEFAULTS.items():
         builder = builder.config(name, value)
@@ -68,6 +97,7 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
         if threading.current_thread() is threading.main_thread():
             # Spark installs a handler of its own, which would break off the unit at hand.
             signal.signal(signal.SIGINT, interrupt)
+        return spark
     except Exception as e:
         raise SparkUnusable(
             f"Spark does not start on {pipeline.spark.master}: {str(e).splitlines()[0]}",
@@ -76,15 +106,6 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
             if "path too long" in str(e)
             else "Check that Java 17 or newer is installed, and spark.master and spark.conf of the pipeline file.",
         ) from e
-    try:
-        with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
-            # Before a job no task is spent on what this process sees as well.
-            check_executors(spark, thoroughly=command == "preflight")
-            _ship_engine(spark.sparkContext, Path(directory))
-            yield spark
-    finally:
-        with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
-            spark.stop()
 
 
 @contextmanager
@@ -143,15 +164,16 @@ def check_executors(spark: SparkSession, thoroughly: bool = True) -> None:
     """
     context = spark.sparkContext
     check = _import_check(_LIBRARIES)
-    if not thoroughly and str(context.master).startswith("local") and context.pythonExec == sys.executable:
+    if not thoroughly and str(context.master).startswith("local") and is_this_python(context.pythonExec):
         missing = set(check(0))
     else:
         slots = max(1, min(8, context.defaultParallelism))
         missing = set(context.parallelize(range(slots), slots).flatMap(check).collect())
     if missing:
+        python = sys.executable if is_this_python(context.pythonExec) else context.pythonExec
         raise SparkUnusable(
             f"Spark's executors on {context.master} lack: {', '.join(sorted(missing))}",
-            f"Install them into the executors' Python ({os.environ['PYSPARK_PYTHON']} by default, see PYSPARK_PYTHON),"
+            f"Install them into the executors' Python ({python} by default, see PYSPARK_PYTHON),"
             " or ship an environment with spark.archives.",
         )
 

@@ -122,30 +122,40 @@ class StreamJob:
             return self._follow(self._start(directory), target)
 
     def _follow(self, query: StreamingQuery, target: int | None) -> StreamProgress:
-        beat = time.monotonic()
         try:
-            with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-                self._gate(source)  # the address may lead to another server than it did to the gate at the start
-                self._look(source)
-                while not self._run.stopping and not self._units.done(target):
-                    if self._batches.ended(query):
-                        break
-                    self._run.check()
-                    if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
-                        beat = time.monotonic()
-                        self._run.budget.look(self._gate(source))
-                        self._look(source)
-                        emit_marker(source, "heartbeat")
-                    self._report(self._progress())
-                self._await_acknowledgement(source, query)
+            with self._batches.watched(query):
+                try:
+                    self._watch(query, target)
+                finally:
+                    self._units.halt()
         except DRIVER_ERRORS as e:
             raise driver_failure(e, describe(self._pipeline.source.dsn)) from e
         finally:
-            self._stop(query)
+            # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
+            with contextlib.suppress(CdcError, *DRIVER_ERRORS):
+                self._sweep()
         self._report(self._progress())
         if self._units.refusal is not None:
             raise self._units.refusal
         return self._progress()
+
+    def _watch(self, query: StreamingQuery, target: int | None) -> None:
+        """Do what goes on beside the batches, until the target is applied and acknowledged."""
+        beat = time.monotonic()
+        with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            self._gate(source)  # the address may lead to another server than it did to the gate at the start
+            self._look(source)
+            while not self._run.stopping and not self._units.done(target):
+                if self._batches.ended(query):
+                    break
+                self._run.check()
+                if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
+                    beat = time.monotonic()
+                    self._run.budget.look(self._gate(source))
+                    self._look(source)
+                    emit_marker(source, "heartbeat")
+                self._report(self._progress())
+            self._await_acknowledgement(source, query)
 
     def _look(self, source: Connection) -> None:
         """Look at the catalog; what a locked table keeps from being seen is looked at again with the next heartbeat."""
@@ -227,13 +237,6 @@ class StreamJob:
             return state is None or state.confirmed_flush_lsn >= applied or self._batches.ended(query)
 
         wait_until(acknowledged, _ACKNOWLEDGE_SECONDS)
-
-    def _stop(self, query: StreamingQuery) -> None:
-        self._units.halt()
-        self._batches.stop(query)
-        # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
-        with contextlib.suppress(CdcError, *DRIVER_ERRORS):
-            self._sweep()
 
     def _sweep(self) -> None:
         self._run.commit_record.sweep(self._run.epoch)

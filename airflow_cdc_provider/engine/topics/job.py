@@ -91,7 +91,7 @@ class TopicJob:
         """
         query = self._start()
         beat = time.monotonic()
-        try:
+        with self._batches.watched(query):
             while not self._run.stopping and not self._done(target, goal):
                 if self._batches.ended(query):
                     break
@@ -100,8 +100,6 @@ class TopicJob:
                     beat = time.monotonic()
                     self._look()
                 self._report(self._progress(query))
-        finally:
-            self._batches.stop(query)
         self._look()
         self._report(self._progress(query))
         return self._progress(query)
