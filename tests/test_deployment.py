@@ -16,6 +16,7 @@ from airflow.providers.apache.spark.hooks import spark_submit
 
 from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY
 from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.interpreter import is_this_python
 from airflow_cdc_provider.engine.submission import Submission
 from airflow_cdc_provider.hooks import spark_job
 from airflow_cdc_provider.hooks.cdc import load_pipeline
@@ -34,9 +35,18 @@ class Submitted:
     """What a hook gives to the keeper.
 
     :param host: of the Spark connection.
+    :param python: what the user has named for Spark.
     """
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, extra: Any, **conf: str) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        host: str,
+        extra: Any,
+        python: str | None = "python3",
+        **conf: str,
+    ) -> None:
         seen: list[Assignment] = []
         monkeypatch.setattr(spark_job, "start_keeper", lambda assignment, environment: seen.append(assignment))
         monkeypatch.setattr(spark_submit, "kube_client", object(), raising=False)
@@ -44,7 +54,9 @@ class Submitted:
         monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc@dw/dw")
         monkeypatch.setenv("AIRFLOW_CONN_SPARK", connection_json(conn_type="spark", host=host, extra=extra))
         monkeypatch.setenv("HARMLESS", "a credential of the cloud")
-        monkeypatch.setenv("PYSPARK_PYTHON", "python3")
+        monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+        if python is not None:
+            monkeypatch.setenv("PYSPARK_PYTHON", python)
         monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         loaded = load_pipeline(write_pipeline(tmp_path))
         SparkJobHook("spark", loaded=loaded, name="stream of shop", conf=conf).start(JOB)
@@ -121,6 +133,19 @@ def test_what_is_submitted(
         assert submitted.command[-4] == str(spark_job.ENGINE_JOB)
         assert Path(submitted.option("--py-files")).parent == Path(submitted.assignment.directory)
         assert "HARMLESS" in submitted.environment
+
+
+@pytest.mark.parametrize(("host", "executors"), [("local[2]", True), ("yarn", False), ("spark://m:7077", False)])
+def test_processes_on_the_machine_of_the_driver_have_its_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, executors: bool
+) -> None:
+    submitted = Submitted(tmp_path, monkeypatch, host, {}, python=None)
+    for name, has in (("PYSPARK_DRIVER_PYTHON", True), ("PYSPARK_PYTHON", executors)):
+        assert (name in submitted.environment) == has
+        if has:
+            script = Path(submitted.environment[name])
+            assert script.parent == Path(submitted.assignment.directory), "it lives as long as the job"
+            assert is_this_python(str(script))
 
 
 def test_a_standalone_cluster_runs_a_launcher_that_finds_all_in_the_state(

@@ -11,6 +11,9 @@ import pyspark
 import pytest
 
 from airflow_cdc_provider.engine.interpreter import is_this_python, write_interpreter
+from airflow_cdc_provider.engine.session import spark_session
+from tests.conftest import Databases
+from tests.pipelines import PipelineUnderTest
 
 ZIP = str(Path(pyspark.__file__).parent / "python" / "lib" / "pyspark.zip")
 FOUND = "import pyspark, sys; print(pyspark.__file__, sys.executable, *sys.argv[1:], sep='|')"
@@ -49,3 +52,20 @@ def test_it_is_known_as_this_python(tmp_path: Path) -> None:
     assert not is_this_python(str(other))
     assert not is_this_python("/bin/sh")
     assert not is_this_python("python3")
+
+
+@pytest.mark.spark
+def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(_: int) -> tuple[str, str]:
+        import pyspark
+
+        return pyspark.__file__, sys.executable
+
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline
+    with spark_session(pipeline, "stream") as spark:
+        context = spark.sparkContext
+        assert is_this_python(context.pythonExec)
+        assert context.pythonExec != sys.executable
+        assert context.parallelize([0], 1).map(found).collect() == [(pyspark.__file__, sys.executable)]
+    assert "PYSPARK_PYTHON" not in os.environ
