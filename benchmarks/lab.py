@@ -58,6 +58,7 @@ class Lab:
 
     :param spark: a warm session; its start is no part of any figure.
     :param mariadb, kafka: there are those that were asked for.
+    :param cores: how many tasks the session runs at a time.
     """
 
     source: PostgresServer
@@ -66,6 +67,7 @@ class Lab:
     directory: Path
     mariadb: MariadbServer | None = None
     kafka: KafkaServer | None = None
+    cores: int = 2
 
     def pipeline(self, name: str, database: str, sink: Mapping[str, Any] | None = None, **names: Any) -> Pipeline:
         """A pipeline from the source's ``database``.
@@ -83,8 +85,7 @@ class Lab:
         """
         for server in (self.source, self.target):
             execute(server.dsn(), "CHECKPOINT")
-        tasks = self.spark.sparkContext.defaultParallelism
-        self.spark.range(0, tasks, 1, tasks).mapInArrow(_passed_on, "id long", barrier=True).collect()
+        self.spark.range(0, self.cores, 1, self.cores).mapInArrow(_passed_on, "id long", barrier=True).collect()
 
     def check_equal(self, source: str, target: str, what: str, tables: Sequence[str] = (TABLE,)) -> None:
         """Compare tables in two databases.
@@ -125,7 +126,7 @@ def laboratory(servers: Collection[str] = (), packages: Sequence[str] = (), core
                 conf |= {"spark.jars.packages": ",".join(packages), "spark.driver.extraJavaOptions": _ALL_COMPILERS}
             bench = _pipeline("bench", source.dsn(), {"dsn": target.dsn()}, directory, conf, cores)
             spark = started.enter_context(spark_session(bench, "benchmark"))
-            yield Lab(source, target, spark, directory, mariadb, kafka)
+            yield Lab(source, target, spark, directory, mariadb, kafka, cores)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

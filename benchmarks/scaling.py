@@ -140,7 +140,7 @@ def _executors(lab: Lab, count: int) -> Iterator[Lab]:
         f"local-cluster[{count},1,1024]", {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
     )
     with spark_session(replace(lab.pipeline("bench", "postgres"), spark=settings), "benchmark") as spark:
-        yield replace(lab, spark=spark)
+        yield replace(lab, spark=spark, cores=count)
 
 
 def _point(lab: Lab, axis: str, x: int, tables: int, changes: int, repeat: int) -> Point:
