@@ -110,7 +110,7 @@ peers: $(INSTALLED) java
 all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka
 
 .PHONY: test
-test: all-test-tools ## run the tests (PROCESSES=n at a time, 3 by default), of those with many long cases a third
+test: all-test-tools ## run the tests (PROCESSES=n at a time, 3 by default), of long cases a third
 	$(PYTEST) --thin
 
 .PHONY: test-thorough

@@ -1,7 +1,7 @@
 """The Python that Spark starts beside its driver: this one, with the modules of PySpark that it has compiled.
 
 Spark puts a zip of PySpark before the installed one. Modules of a zip are never kept compiled, so that each process
-compiles anew what it imports: half a second of CPU, of which a stream starts four. The same modules lie beside the zip.
+compiles anew what it imports, for half a second of CPU, and a stream starts seven. The same modules lie beside the zip.
 """
 
 from __future__ import annotations
