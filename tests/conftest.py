@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import psycopg
 import pymysql
@@ -114,13 +115,13 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = {item for item in items if item.get_closest_marker("thorough")}
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if _starts_much(item):
+        if _starts_much(item) and item not in left_out:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out |= {
         item
-        for number, of_one in enumerate(cases.values())
+        for name, of_one in cases.items()
         for n, item in enumerate(of_one)
-        if (n + n // _THIRD) % _THIRD != number % min(_THIRD, len(of_one))
+        if (n + n // _THIRD) % _THIRD != crc32(name.encode()) % min(_THIRD, len(of_one))
     }
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])

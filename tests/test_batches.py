@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from airflow_cdc_provider.engine.batches import Batches
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fenced, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fenced, SlotBudgetExceeded, StreamFailed
 from airflow_cdc_provider.engine.run import STREAM, Run, run_part
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, SPARK_CONF, PipelineUnderTest
@@ -20,6 +20,7 @@ from tests.pipelines import SECONDS, SPARK_CONF, PipelineUnderTest
 pytestmark = pytest.mark.spark
 
 FENCED = Fenced("another run has taken over", "Let it.")
+EXCEEDED = SlotBudgetExceeded("the slot retains too much", "Make room.")
 OUTAGE = ConnectionFailed("the broker does not answer", "Start again.")
 
 
@@ -44,6 +45,7 @@ def run(databases: Databases, tmp_path: Path) -> Iterator[Run]:
     [
         (FENCED, OUTAGE, FENCED),
         (OUTAGE, FENCED, FENCED),
+        (FENCED, EXCEEDED, EXCEEDED),
         (OUTAGE, StreamFailed("the first to fail", "Start again."), StreamFailed),
         (FENCED, None, FENCED),
     ],
@@ -82,4 +84,5 @@ def test_what_ends_a_run_for_good_goes_before_an_outage(
     with pytest.raises(CdcError) as raised:
         watch()
     assert raised.value is told or type(raised.value) is told
+    assert raised.value.__cause__ is not raised.value
     assert not query.isActive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from airflow.providers.apache.spark.hooks import spark_submit
 
 from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY
 from airflow_cdc_provider.engine.errors import SparkUnusable
-from airflow_cdc_provider.engine.interpreter import is_this_python
+from airflow_cdc_provider.engine.interpreter import python_for_spark
 from airflow_cdc_provider.engine.submission import Submission
 from airflow_cdc_provider.hooks import spark_job
 from airflow_cdc_provider.hooks.cdc import load_pipeline
@@ -54,7 +55,8 @@ class Submitted:
         monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc@dw/dw")
         monkeypatch.setenv("AIRFLOW_CONN_SPARK", connection_json(conn_type="spark", host=host, extra=extra))
         monkeypatch.setenv("HARMLESS", "a credential of the cloud")
-        monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+        for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
+            monkeypatch.delenv(name, raising=False)
         if python is not None:
             monkeypatch.setenv("PYSPARK_PYTHON", python)
         monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
@@ -139,13 +141,13 @@ def test_what_is_submitted(
 def test_processes_on_the_machine_of_the_driver_have_its_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, executors: bool
 ) -> None:
-    submitted = Submitted(tmp_path, monkeypatch, host, {}, python=None)
-    for name, has in (("PYSPARK_DRIVER_PYTHON", True), ("PYSPARK_PYTHON", executors)):
-        assert (name in submitted.environment) == has
-        if has:
-            script = Path(submitted.environment[name])
-            assert script.parent == Path(submitted.assignment.directory), "it lives as long as the job"
-            assert is_this_python(str(script))
+    found = Submitted(tmp_path, monkeypatch, host, {}, python=None).environment
+    if executors:
+        assert found["PYSPARK_DRIVER_PYTHON"] == found["PYSPARK_PYTHON"]
+        assert found.items() >= python_for_spark().items()
+    else:
+        assert found["PYSPARK_DRIVER_PYTHON"] == sys.executable
+        assert "PYSPARK_PYTHON" not in found
 
 
 def test_a_standalone_cluster_runs_a_launcher_that_finds_all_in_the_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from airflow_cdc_provider.engine.interpreter import is_this_python, write_interpreter
+from airflow_cdc_provider.engine import interpreter
+from airflow_cdc_provider.engine.interpreter import SCRIPT, is_this_python, python_for_spark
 from airflow_cdc_provider.engine.session import spark_session
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -19,39 +21,50 @@ ZIP = str(Path(pyspark.__file__).parent / "python" / "lib" / "pyspark.zip")
 FOUND = "import pyspark, sys; print(pyspark.__file__, sys.executable, *sys.argv[1:], sep='|')"
 
 
-def run(interpreter: str, path: str | None, *arguments: str) -> list[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(path: str | None, *arguments: str, python: str | None = None) -> list[str]:
+    """The PySpark that a process as Spark starts it finds, its Python, and what else it is told."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | python_for_spark()
     environment |= {} if path is None else {"PYTHONPATH": path}
-    command = [interpreter, "-c", FOUND, *arguments]
+    command = [python or environment["PYSPARK_PYTHON"], "-c", FOUND, *arguments]
     return subprocess.check_output(command, env=environment, text=True).strip().split("|")
 
 
 @pytest.mark.parametrize(
-    "path", [None, "", ZIP, f"{ZIP}:/nowhere", f"/nowhere:{ZIP}", f"{ZIP}:{ZIP}", f"/a b:{ZIP}:/nowhere:{ZIP}"]
+    "path", [None, "", ZIP, f"{ZIP}:/nowhere", f"/nowhere:{ZIP}", f"{ZIP}:{ZIP}", f"/a b/*:{ZIP}:/nowhere:{ZIP}"]
 )
-def test_modules_come_from_the_installed_pyspark(tmp_path: Path, path: str | None) -> None:
-    script = write_interpreter(tmp_path)
-    assert run(script, path, "a b", "$HOME") == [pyspark.__file__, sys.executable, "a b", "$HOME"]
+def test_modules_come_from_the_installed_pyspark(path: str | None) -> None:
+    assert run(path, "a b", "$HOME", "c:d") == [pyspark.__file__, sys.executable, "a b", "$HOME", "c:d"]
+
+
+def test_a_zip_that_is_named_by_a_link_is_left_out(tmp_path: Path) -> None:
+    link = tmp_path / "spark.zip"
+    link.symlink_to(ZIP)
+    assert run(str(link))[0] == pyspark.__file__
 
 
 def test_others_stay_on_the_path(tmp_path: Path) -> None:
     other = tmp_path / "it's another" / "pyspark.zip"
     (other / "pyspark").mkdir(parents=True)
     (other / "pyspark" / "__init__.py").touch()
-    script = write_interpreter(tmp_path)
-    assert run(script, f"{ZIP}:{other}")[0] == str(other / "pyspark" / "__init__.py")
-    assert run(sys.executable, f"{ZIP}:{other}")[0].startswith(ZIP), "which Spark's path leads to otherwise"
+    assert run(f"{ZIP}:{other}")[0] == str(other / "pyspark" / "__init__.py")
+    assert run(f"{ZIP}:{other}", python=sys.executable)[0].startswith(ZIP), "which Spark's path leads to otherwise"
 
 
-def test_it_is_known_as_this_python(tmp_path: Path) -> None:
-    script = write_interpreter(tmp_path)
-    assert is_this_python(script)
+def test_it_is_known_as_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_this_python(sys.executable)
-    other = tmp_path / "other"
-    other.write_text(Path(script).read_text().replace(sys.executable, "/usr/bin/python3"))
-    assert not is_this_python(str(other))
     assert not is_this_python("/bin/sh")
-    assert not is_this_python("python3")
+    monkeypatch.setenv("AIRFLOW_CDC_PYTHON", "/another/python")
+    assert not is_this_python(str(SCRIPT))
+    monkeypatch.setenv("AIRFLOW_CDC_PYTHON", sys.executable)
+    assert is_this_python(str(SCRIPT))
+
+
+def test_a_script_that_cannot_be_executed_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / SCRIPT.name
+    shutil.copy(SCRIPT, copy)
+    copy.chmod(0o600)
+    monkeypatch.setattr(interpreter, "SCRIPT", copy)
+    assert python_for_spark() == {"PYSPARK_PYTHON": sys.executable}
 
 
 @pytest.mark.spark
@@ -65,7 +78,5 @@ def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline
     with spark_session(pipeline, "stream") as spark:
         context = spark.sparkContext
-        assert is_this_python(context.pythonExec)
-        assert context.pythonExec != sys.executable
+        assert context.pythonExec == str(SCRIPT)
         assert context.parallelize([0], 1).map(found).collect() == [(pyspark.__file__, sys.executable)]
-    assert "PYSPARK_PYTHON" not in os.environ

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import stat
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from airflow_cdc_provider.engine.interpreter import SCRIPT
 from tests.airflow_support import ROOT
 
 # isort: split
@@ -82,7 +84,7 @@ def test_a_backfill_has_days_and_nothing_runs_unasked(dags: dict[str, DAG]) -> N
         assert stored.timetable.next_dagrun_info_v2(last_dagrun_info=last, restriction=restriction) is None
 
 
-def test_the_wheel_brings_all_dags_as_examples(tmp_path: Path) -> None:
+def test_the_wheel_brings_all_dags_as_examples_and_what_spark_starts(tmp_path: Path) -> None:
     found: list[Any] = []
     _add_provider_example_dags_to_bundle(found)
     assert "airflow-cdc-provider-example-dags" in [bundle.name for bundle in found]
@@ -96,5 +98,7 @@ def test_the_wheel_brings_all_dags_as_examples(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
+        mode = archive.getinfo(f"airflow_cdc_provider/engine/{SCRIPT.name}").external_attr >> 16
         brought = {Path(name).name for name in archive.namelist() if "/example_dags/" in name}
     assert brought == {path.name for path in (ROOT / "dags").glob("*.py")}
+    assert mode & stat.S_IXUSR, "what Spark starts can be executed"

@@ -81,8 +81,8 @@ class Batches:
     def watched(self, query: StreamingQuery) -> Iterator[None]:
         """Do what goes on beside the batches, and stop the query after that, between two batches.
 
-        :raises CdcError: what a batch failed with for good, also where what went on beside it failed first: a run that
-            another has overtaken is not to be begun again because a broker did not answer it.
+        :raises CdcError: what a batch failed with for good, in place of an outage that what went on beside it met: a
+            run that another has overtaken is not to be begun again because a broker did not answer it.
         """
         try:
             try:
@@ -90,9 +90,10 @@ class Batches:
             finally:
                 self._stop(query)
         except Exception as e:
-            if self._failure is None or self._failure.retry is Retry.RETRY:
-                raise
-            raise self._failure from e
+            outage = getattr(e, "retry", Retry.RETRY) is Retry.RETRY  # an error of a driver is none of ours yet
+            if outage and self._failure is not None and self._failure.retry is not Retry.RETRY:
+                raise self._failure from e
+            raise
 
     def _stop(self, query: StreamingQuery) -> None:
         """Let a batch that has begun end, and turn away one that begins now."""

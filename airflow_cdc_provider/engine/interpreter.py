@@ -8,52 +8,31 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shlex
 import sys
+import sysconfig
 from pathlib import Path
 
-_SCRIPT = """\
-#!/bin/sh
-zip={zip}
-path=:$PYTHONPATH:
-while [ "$path" != "${{path%%:"$zip":*}}" ]; do path=${{path%%:"$zip":*}}:${{path#*:"$zip":}}; done
-path=${{path#:}}
-export PYTHONPATH="${{path%:}}"
-exec {python} "$@"
-"""
+SCRIPT = Path(__file__).with_name("python.sh")
+_PYTHON, _ZIP = "AIRFLOW_CDC_PYTHON", "AIRFLOW_CDC_SPARK_ZIP"
 
 
-def write_interpreter(directory: Path) -> str:
-    """Write a script that starts this Python without the zip of the installed PySpark.
+def python_for_spark() -> dict[str, str]:
+    """What has to be in Spark's environment so that it starts this Python, without the zip of the installed PySpark.
 
-    A zip of any other Spark stays on the path.
+    The zip of any other Spark stays on the path.
 
-    :param directory: where to; it must stay as long as Spark starts processes.
-    :returns: what ``PYSPARK_PYTHON`` should be: the script, or this Python if scripts cannot be executed there or there
-        is no such zip.
+    :returns: ``PYSPARK_PYTHON`` and what that needs. It is this Python itself where the script that leaves out the zip
+        cannot be executed, or where PySpark is not among the libraries that every process of this Python finds.
     """
-    text = _script()
-    if text is None:
-        return sys.executable
-    script = directory / "python"
-    script.write_text(text, encoding="utf-8")
-    script.chmod(0o700)
-    return str(script) if os.access(script, os.X_OK) else sys.executable
+    package = importlib.util.find_spec("pyspark")
+    if package is not None and package.origin is not None and os.access(SCRIPT, os.X_OK):
+        folder = Path(package.origin).parent
+        if folder.parent == Path(sysconfig.get_path("purelib")):
+            archive = folder / "python" / "lib" / "pyspark.zip"
+            return {"PYSPARK_PYTHON": str(SCRIPT), _PYTHON: sys.executable, _ZIP: str(archive)}
+    return {"PYSPARK_PYTHON": sys.executable}
 
 
 def is_this_python(path: str) -> bool:
-    """Whether a path leads to this Python, be it by a script that this process or its parent has written."""
-    try:
-        return path == sys.executable or Path(path).read_text(encoding="utf-8") == _script()
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _script() -> str | None:
-    package = importlib.util.find_spec("pyspark")
-    if package is None or package.origin is None:
-        return None
-    archive = Path(package.origin).parent / "python" / "lib" / "pyspark.zip"
-    if not archive.is_file():
-        return None
-    return _SCRIPT.format(zip=shlex.quote(str(archive)), python=shlex.quote(sys.executable))
+    """Whether ``PYSPARK_PYTHON`` leads to this Python, by the script, too; Airflow's worker has another copy of it."""
+    return path == sys.executable or (Path(path).name == SCRIPT.name and os.environ.get(_PYTHON) == sys.executable)

@@ -26,7 +26,7 @@ from pyspark.sql import SparkSession
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY, Pipeline, runs_locally
 from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable
-from airflow_cdc_provider.engine.interpreter import is_this_python, write_interpreter
+from airflow_cdc_provider.engine.interpreter import is_this_python, python_for_spark
 
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
@@ -55,32 +55,19 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as name:
-        directory = Path(name)
-        beside_driver = not submitted and runs_locally(pipeline.spark.master)
-        with _python(write_interpreter(directory) if beside_driver else sys.executable):
-            spark = _started(pipeline, command, submitted)
-            try:
-                # Before a job no task is spent on what this process sees as well.
-                check_executors(spark, thoroughly=command == "preflight")
-                _ship_engine(spark.sparkContext, directory)
-                yield spark
-            finally:
-                with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
-                    spark.stop()
-
-
-@contextmanager
-def _python(path: str) -> Iterator[None]:
-    """Let Spark start its processes with a Python, unless the user has named another."""
-    if "PYSPARK_PYTHON" in os.environ:
-        yield
-        return
-    os.environ["PYSPARK_PYTHON"] = path
+    if "PYSPARK_PYTHON" not in os.environ:
+        here = not submitted and runs_locally(pipeline.spark.master)
+        os.environ.update(python_for_spark() if here else {"PYSPARK_PYTHON": sys.executable})
+    spark = _started(pipeline, command, submitted)
     try:
-        yield
+        with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
+            # Before a job no task is spent on what this process sees as well.
+            check_executors(spark, thoroughly=command == "preflight")
+            _ship_engine(spark.sparkContext, Path(directory))
+            yield spark
     finally:
-        del os.environ["PYSPARK_PYTHON"]
+        with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
+            spark.stop()
 
 
 def _started(pipeline: Pipeline, command: str, submitted: bool) -> SparkSession:

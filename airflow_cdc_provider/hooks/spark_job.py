@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from airflow.sdk import conf as airflow_conf
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.connection import passwords
 from airflow_cdc_provider.engine.errors import SparkUnusable
-from airflow_cdc_provider.engine.interpreter import write_interpreter
+from airflow_cdc_provider.engine.interpreter import python_for_spark
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.submission import STATE_VARIABLE, VARIABLE, Submission, write
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline
@@ -90,7 +91,7 @@ class SparkJobHook(SparkSubmitHook):
         log = log_folder() / pipeline.name / f"{submission.id}-{submission.part}.log"
         try:
             write(state, replace(submission, log=str(log), cluster=cluster))
-            given = self._given_environment(directory)
+            given = self._given_environment()
             assignment = Assignment(
                 state=pipeline.state,
                 submission=submission.id,
@@ -129,15 +130,15 @@ class SparkJobHook(SparkSubmitHook):
         defaults = ["--load-spark-defaults"] if self._secrets else []  # a file of properties would replace them
         return [binary, *defaults, *arguments]
 
-    def _given_environment(self, directory: Path) -> dict[str, str]:
+    def _given_environment(self) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if not name.startswith(_AIRFLOW_PREFIXES)}
         if self._home is not None:
             given["SPARK_HOME"] = str(self._home)
         chosen = "PYSPARK_PYTHON" in given or "PYSPARK_DRIVER_PYTHON" in given
         if not chosen and not self._deployment.cluster:
-            given["PYSPARK_DRIVER_PYTHON"] = interpreter = write_interpreter(directory)
             if self._deployment.manager == "local":
-                given["PYSPARK_PYTHON"] = interpreter
+                given |= python_for_spark()
+            given["PYSPARK_DRIVER_PYTHON"] = given.get("PYSPARK_PYTHON", sys.executable)
         return given
 
 
