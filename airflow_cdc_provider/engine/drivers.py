@@ -6,6 +6,7 @@ import adbc_driver_manager
 import psycopg2
 
 from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, StreamFailed
+from airflow_cdc_provider.engine.liveness import trouble_of
 
 DRIVER_ERRORS: tuple[type[Exception], ...] = (psycopg2.Error, adbc_driver_manager.Error)
 
@@ -54,7 +55,7 @@ def is_limit(error: BaseException) -> bool:
 
 def driver_failure(error: BaseException, where: str) -> CdcError:
     """An engine error for an error of a database driver."""
-    text = str(error).strip()
+    text = trouble_of(error) or str(error).strip()
     if isinstance(error, adbc_driver_manager.Error):
         text = text.rpartition("': ")[2]  # it begins with the query
     if exceeds_limit(sqlstate(error), text):

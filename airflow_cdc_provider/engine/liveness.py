@@ -53,6 +53,7 @@ class _Watched:
 
 
 _watched: list[_Watched] = []
+_troubles: weakref.WeakKeyDictionary[psycopg2.extensions.connection, str] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -104,8 +105,17 @@ def _question(watched: _Watched, host: str, port: int) -> None:
     connection = _open(watched)
     if trouble is not None and connection is not None:
         _log.warning("session %d of %s:%s gives no answer, and %s: it is cut", watched.pid, host, port, trouble)
+        _troubles[connection] = (
+            f"a session of {_describe(watched.dsn)} has given no answer for {SILENCE_SECONDS:g} seconds, and {trouble}"
+        )
         cut(connection)
     watched.busy_since, watched.questioned = None, False
+
+
+def trouble_of(error: BaseException) -> str | None:
+    """Why the session was cut of which a driver's error tells; ``None`` when it was not."""
+    connection = getattr(getattr(error, "cursor", None), "connection", None)
+    return None if connection is None else _troubles.get(connection)
 
 
 def find_trouble(
