@@ -21,6 +21,7 @@ RUNS = {
     "updates": "stream-mirror subscription debezium-count --shape updates --rows 1000000",
     "sinks": "stream-changelog stream-delta stream-mysql debezium-count flink-cdc --rows 500000",
     "shapes": f"stream-noop stream-mirror subscription --rows 400000 --shape {' --shape '.join(_SHAPES)}",
+    "tables": "stream-mirror --rows 400000 --shape thousand --shape 500-tables",
     "snapshots": "snapshot snapshot-files pg_dump spark-jdbc spark-jdbc-parquet --readers 1 2 4 --rows 10000000"
     " --repeat 2",
     "snapshot-sinks": "snapshot-changelog snapshot-delta snapshot-mysql snapshot-kafka debezium-snapshot"
