@@ -105,9 +105,7 @@ def _question(watched: _Watched, host: str, port: int) -> None:
     connection = _open(watched)
     if trouble is not None and connection is not None:
         _log.warning("session %d of %s:%s gives no answer, and %s: it is cut", watched.pid, host, port, trouble)
-        _troubles[connection] = (
-            f"a session of {_describe(watched.dsn)} has given no answer for {SILENCE_SECONDS:g} seconds, and {trouble}"
-        )
+        _troubles[connection] = _silence(watched.dsn, trouble)
         cut(connection)
     watched.busy_since, watched.questioned = None, False
 
@@ -222,9 +220,7 @@ class Calls:
             if trouble is not None and not future.done():
                 self.over = True
                 raise StreamFailed(
-                    f"a session of {_describe(self._dsn)} has given no answer for {SILENCE_SECONDS:g} seconds, and"
-                    f" {trouble}",
-                    "Start again: what has been committed stays, the rest is done anew.",
+                    _silence(self._dsn, trouble), "Start again: what has been committed stays, the rest is done anew."
                 )
         return future.result()
 
@@ -247,6 +243,8 @@ class Calls:
         self._work.put(None)
 
 
-def _describe(dsn: str) -> str:
+def _silence(dsn: str, trouble: str) -> str:
+    """What is said of a session that is given up."""
     parameters = psycopg2.extensions.parse_dsn(dsn)
-    return f"{parameters.get('host', 'localhost')}:{parameters.get('port', 5432)}/{parameters.get('dbname', '')}"
+    server = f"{parameters.get('host', 'localhost')}:{parameters.get('port', 5432)}/{parameters.get('dbname', '')}"
+    return f"a session of {server} has given no answer for {SILENCE_SECONDS:g} seconds, and {trouble}"
