@@ -76,7 +76,10 @@ def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline
-    with spark_session(pipeline, "stream") as spark:
-        context = spark.sparkContext
-        assert context.pythonExec == str(SCRIPT)
-        assert context.parallelize([0], 1).map(found).collect() == [(pyspark.__file__, sys.executable)]
+    for python, package in ((str(SCRIPT), pyspark.__file__), (sys.executable, None)):  # the second in the first's JVM
+        with spark_session(pipeline, "stream") as spark:
+            context = spark.sparkContext
+            assert context.pythonExec == python
+            ((path, executable),) = context.parallelize([0], 1).map(found).collect()
+        assert (path, executable) == (package or f"{ZIP}/pyspark/__init__.py", sys.executable)
+        assert not {"PYSPARK_PYTHON", "AIRFLOW_CDC_PYTHON"} & set(os.environ), "commands that are started later choose"

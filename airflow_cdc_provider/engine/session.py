@@ -55,10 +55,8 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    if "PYSPARK_PYTHON" not in os.environ:
-        here = not submitted and runs_locally(pipeline.spark.master)
-        os.environ.update(python_for_spark() if here else {"PYSPARK_PYTHON": sys.executable})
-    spark = _started(pipeline, command, submitted)
+    with _python_chosen(not submitted and runs_locally(pipeline.spark.master)):
+        spark = _started(pipeline, command, submitted)
     try:
         with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
             # Before a job no task is spent on what this process sees as well.
@@ -68,6 +66,29 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     finally:
         with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
             spark.stop()
+
+
+@contextmanager
+def _python_chosen(here: bool) -> Iterator[None]:
+    """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
+
+    :param here: whether Spark runs on this machine, in a JVM of its own.
+    """
+    if "PYSPARK_PYTHON" in os.environ:
+        yield
+        return
+    # A JVM that runs has its environment, and what chooses the Python there may not be in it.
+    chosen = python_for_spark() if here and SparkContext._gateway is None else {"PYSPARK_PYTHON": sys.executable}
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _started(pipeline: Pipeline, command: str, submitted: bool) -> SparkSession:
