@@ -110,11 +110,11 @@ peers: $(INSTALLED) java
 all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka
 
 .PHONY: test
-test: all-test-tools ## run the tests (PROCESSES=n at a time, 3 by default), of long cases a third
+test: all-test-tools ## run the tests (PROCESSES=n at a time, 3 by default), of long tests few cases
 	$(PYTEST) --thin
 
 .PHONY: test-thorough
-test-thorough: all-test-tools peers ## run all cases of all tests, which takes nearly twice as long
+test-thorough: all-test-tools peers ## run all cases of all tests, which takes more than twice as long
 	$(PYTEST)
 
 .PHONY: test-fast

@@ -7,6 +7,7 @@ hundreds of them.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -52,8 +53,9 @@ class SparklessRun:
         takeover: bool = False,
         asked: Sequence[str] = (),
     ) -> None:
-        self._log = file.with_name(f"run{len(list(file.parent.glob('run*')))}")
+        self._log = file.with_name(f"run{len(list(file.parent.glob('run*[0-9]')))}")
         self._log.touch()
+        self._stacks = _stacks_of(str(self._log))
         arguments = (str(file), failpoint, tuple(reread), takeover, tuple(asked), str(self._log))
         self.process: BaseProcess = _context.Process(target=_main, args=arguments, daemon=True)
         self.process.start()
@@ -61,8 +63,16 @@ class SparklessRun:
     def wait(self) -> int:
         """Wait for its end: the exit code, negative for the signal that killed it."""
         self.process.join(2 * SECONDS)
-        assert self.process.exitcode is not None, "the run did not end"
+        assert self.process.exitcode is not None, f"the run did not end:\n{self._where()}"
         return self.process.exitcode
+
+    def _where(self) -> str:
+        """Where it stands."""
+        if not self._stacks.exists() or self.process.pid is None:
+            return "it has not begun"
+        os.kill(self.process.pid, signal.SIGUSR1)
+        await_condition(lambda: self._stacks.stat().st_size > 0, seconds=10)
+        return self._stacks.read_text(encoding="utf-8")
 
     @property
     def message(self) -> str:
@@ -84,6 +94,7 @@ class SparklessRun:
 def _main(
     file: str, failpoint: str | None, reread: Sequence[str], takeover: bool, asked: Sequence[str], log: str
 ) -> None:
+    faulthandler.register(signal.SIGUSR1, os.open(_stacks_of(log), os.O_WRONLY | os.O_CREAT))
     # How long others are waited for decides how long a test of a paused one takes.
     postgres_record.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = claim._WAIT_SECONDS = 0.5
     if failpoint is not None:
@@ -97,6 +108,11 @@ def _main(
     except BaseException:
         _end(log, traceback.format_exc())
     os._exit(DONE)
+
+
+def _stacks_of(log: str) -> Path:
+    """Where a run that is asked by a signal says where it stands."""
+    return Path(f"{log}.stacks")
 
 
 def _end(log: str, message: str) -> None:

@@ -48,6 +48,7 @@ def await_own_death(command: Command) -> None:
     command.kill()
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_a_mirror(make_pipeline: Any) -> None:

@@ -190,9 +190,10 @@ def writes(spark: SparkSession, pipeline: PipelineUnderTest) -> int:
     return done["WRITE"] + done["CREATE OR REPLACE TABLE AS SELECT"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mode", "place_of_tables"),
-    [("mirror", "catalog"), pytest.param("changelog", "path", marks=pytest.mark.thorough)],
+    [("mirror", "catalog"), ("changelog", "path")],
 )
 def test_re_reads_and_changes_of_schema_are_done_once_whatever_breaks_off(
     spark: SparkSession,

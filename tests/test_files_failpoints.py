@@ -104,6 +104,7 @@ def test_a_run_that_is_overtaken_in_the_snapshot_adds_nothing(pipeline: FilesPip
     pipeline.assert_verified()
 
 
+@pytest.mark.thorough
 def test_runs_that_are_overtaken_in_the_stream_add_nothing(pipeline: FilesPipeline) -> None:
     with writing(pipeline.databases.source):
         finish(pipeline)

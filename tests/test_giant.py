@@ -127,6 +127,7 @@ def stream_until_caught_up(pipeline: PipelineUnderTest) -> Counter[str]:
     return sampled.peaks
 
 
+@pytest.mark.thorough
 def test_a_row_that_the_heap_could_not_hold(pipeline: PipelineUnderTest) -> None:
     """It does not pass through the JVM, and what a job that was killed has deposited is removed."""
     pipeline.source("ALTER TABLE public.t ALTER v SET STORAGE EXTERNAL")  # to compress it would take long

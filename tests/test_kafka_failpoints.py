@@ -105,6 +105,7 @@ def test_a_run_that_is_overtaken_in_the_snapshot_adds_nothing(pipeline: KafkaPip
     assert_once(pipeline)
 
 
+@pytest.mark.thorough
 def test_runs_that_are_overtaken_in_the_stream_add_nothing(pipeline: KafkaPipeline) -> None:
     with writing(pipeline.databases.source):
         finish(pipeline)
@@ -114,6 +115,7 @@ def test_runs_that_are_overtaken_in_the_stream_add_nothing(pipeline: KafkaPipeli
     assert_once(pipeline)
 
 
+@pytest.mark.thorough
 def test_re_reads_and_changes_of_schema_that_break_off_are_taken_up_again(pipeline: KafkaPipeline) -> None:
     with writing(pipeline.databases.source):
         finish(pipeline)

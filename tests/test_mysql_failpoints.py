@@ -20,7 +20,7 @@ from tests.conftest import Databases
 from tests.mysql import MysqlPipeline
 from tests.sparkless import DONE, FAILED, SparklessRun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EVERY = {
     name

@@ -51,6 +51,7 @@ def test_other_stores_and_peers_run_and_are_right(tmp_path: Path) -> None:
     assert found["pgbench beside a snapshot"]["ratio"] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_backlogs_of_other_shapes_run_and_are_right(tmp_path: Path) -> None:

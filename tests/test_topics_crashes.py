@@ -109,6 +109,7 @@ def test_closed_windows_are_told_once_whatever_step_of_a_commit_the_driver_is_ki
     assert sorted(told) == visits.windows
 
 
+@pytest.mark.thorough
 def test_windows_in_mysql_are_right_after_a_kill_and_a_restart_of_the_broker(
     databases: Databases, server_directory: Path, mariadb: MariadbServer, tmp_path: Path
 ) -> None:

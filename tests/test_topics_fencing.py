@@ -44,7 +44,8 @@ def to_kafka(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> Iterat
     pipeline.end_commands()
 
 
-@pytest.mark.parametrize("place", [pytest.param("before-batch-commit", marks=pytest.mark.thorough), LEARNING_LATER])
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", ["before-batch-commit", LEARNING_LATER])
 def test_a_run_that_is_halted_adds_nothing_to_postgres_when_it_comes_back(
     to_postgres: TopicsPipeline, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_windows_of_valid_identifiers_are_told_once(visits: TopicsToTopic) -> No
     assert sorted(told) == [("abc1", first, 3), ("abc1", second, 2), ("xyz22", first, 3), ("xyz22", second, 2)]
 
 
+@pytest.mark.thorough
 def test_a_broker_that_restarts_and_partitions_that_are_added_lose_and_repeat_nothing(copy: TopicsToTopic) -> None:
     """Partitions are not shared out by a group of consumers, so the only rebalance is that there are more of them."""
     copy.change(stream={"restart": {"strategy": "fixed-delay", "attempts": 20, "delay": "1 second"}})

@@ -102,6 +102,7 @@ def test_a_changelog_has_each_row_as_often_as_it_was_made(orders: TopicsPipeline
     assert found(verified(orders)) == {("different", "4"), ("different", "2")}
 
 
+@pytest.mark.thorough
 def test_windows_that_change(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
     pipeline = TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS)
     for start in (0, 1, 2):
@@ -112,6 +113,7 @@ def test_windows_that_change(databases: Databases, kafka: KafkaServer, tmp_path:
     assert {key for _, key in found(verified(pipeline))} == {"b"}
 
 
+@pytest.mark.thorough
 def test_windows_that_are_told_once_closed(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
     watermark = {"column": "at", "delay": "1 second"}
     pipeline = TopicsToTopic(tmp_path, databases, kafka, VISITS, key=["id", "start"], watermark=watermark, sql=VALID)

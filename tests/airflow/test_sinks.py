@@ -83,6 +83,7 @@ def connect(client: Client, ended: ExitStack, name: str, uri: str) -> None:
     ended.callback(client.call, "DELETE", f"/connections/{name}")
 
 
+@pytest.mark.thorough
 def test_every_kind_of_sink_is_filled_and_equal(
     airflow: AirflowUnderTest, client: Client, browser: Browser, pipeline: PipelineUnderTest
 ) -> None:
