@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import zip_longest
 from typing import Any
 
 import pyarrow as pa
@@ -17,8 +18,8 @@ from airflow_cdc_provider.engine import reading_sessions
 from airflow_cdc_provider.engine.connection import Connection, connected
 from airflow_cdc_provider.engine.reading_sessions import CopySession
 from airflow_cdc_provider.engine.sinks.postgres import copy as postgres_copy
-from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_texts
-from tests.conftest import Databases
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
+from tests.conftest import Databases, ServerMaker
 
 TEXTS = st.none() | st.text(st.characters(exclude_characters="\0", codec="utf-8"))
 ROWS = st.lists(st.tuples(TEXTS, st.none() | st.binary(), st.none() | st.lists(TEXTS)), max_size=30)
@@ -40,9 +41,14 @@ def servers(source_server: PostgresServer, target_server: PostgresServer) -> Ite
 
 
 @settings(max_examples=100, deadline=None)
-@given(ROWS, st.text(st.characters(exclude_characters="\0", codec="utf-8")), st.sampled_from([2, 7, 1 << 18]))
+@given(
+    ROWS,
+    st.text(st.characters(exclude_characters="\0", codec="utf-8")),
+    st.sampled_from([2, 7, 1 << 18]),
+    st.booleans(),
+)
 def test_what_one_server_writes_the_other_reads(
-    servers: tuple[str, Connection], rows: list[tuple[Any, ...]], constant: str, slice_bytes: int
+    servers: tuple[str, Connection], rows: list[tuple[Any, ...]], constant: str, slice_bytes: int, binary: bool
 ) -> None:
     dsn, target = servers
     numbered = [(n, *row) for n, row in enumerate(rows)]
@@ -53,12 +59,94 @@ def test_what_one_server_writes_the_other_reads(
     with pytest.MonkeyPatch.context() as patch, closing(CopySession(dsn, {})) as session, target.cursor() as cursor:
         patch.setattr(reading_sessions, "_SLICE_BYTES", slice_bytes)
         cursor.execute("TRUNCATE public.copied_rows")
-        texts = session.copied("SELECT * FROM public.copied_rows", [constant, "end"])
+        constants = [(constant, "text"), ("end", "text")]
+        written = session.copied("SELECT * FROM public.copied_rows", constants, binary)
         table = sql.Identifier("public", "copied_rows")
-        assert copy_texts(target, table, list("nabcde"), texts) == len(rows)
+        assert copy_written(target, table, list("nabcde"), written, binary) == len(rows)
         cursor.execute("SELECT n, a, b, c, d, e FROM public.copied_rows ORDER BY n")
         found = [(n, a, None if b is None else bytes(b), c, d, e) for n, a, b, c, d, e in cursor.fetchall()]
     assert found == [(*row, constant, "end") for row in numbered]
+
+
+# Each as text, with those that lie at the ends of what the type holds.
+VALUES = {
+    "bool": ["t", "f"],
+    "int2": ["-32768", "32767"],
+    "int4": ["-2147483648", "2147483647"],
+    "int8": ["-9223372036854775808", "9223372036854775807"],
+    "oid": ["0", "4294967295"],
+    "float4": ["1e-45", "3.4028235e+38", "-0", "NaN", "-Infinity"],
+    "float8": ["5e-324", "1.7976931348623157e+308", "0.1", "-0", "NaN", "Infinity"],
+    "numeric": ["0.00", "-1e-50", "123456789012345678901234567890.5", "NaN", "Infinity", "-Infinity"],
+    "numeric(12,2)": ["0.10", "9999999999.99"],
+    "uuid": ["a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11"],
+    "inet": ["10.1.2.3/8", "2001:db8::1"],
+    "cidr": ["10.0.0.0/8"],
+    "text": ["", "ü\n\t\\N", "𝄞"],
+    "varchar(3)": ["abc", "a  "],
+    "char(3)": ["a", "abc"],
+    '"char"': ["r", ""],
+    "bytea": ["\\x", "\\x00ff"],
+    "json": ['{"b": 1,  "a": 1}', "null"],
+    "jsonb": ['{"b": 1.0, "a": [null]}'],
+    "date": ["4713-01-01 BC", "5874897-12-31", "infinity", "-infinity"],
+    "time": ["00:00:00", "24:00:00", "23:59:59.999999"],
+    "timetz": ["23:59:59.999999+15:59:59"],
+    "timestamp": ["4713-01-01 00:00:00 BC", "294276-12-31 23:59:59.999999", "infinity"],
+    "timestamptz": ["2024-02-29 12:00:00.000001+00", "-infinity"],
+    "pg_lsn": ["FFFFFFFF/FFFFFFFF"],
+    "text[]": ["{}", '{NULL,"NULL",""}', "[0:1]={a,b}", "{{a},{b}}"],
+    "int4[]": ["{1,NULL}"],
+    "numeric[]": ["{1.50,NaN}"],
+}
+
+
+@pytest.mark.parametrize("version", ["16", "18"])
+def test_values_of_all_types_pass_in_the_binary_format(
+    servers: tuple[str, Connection], make_server: ServerMaker, version: str
+) -> None:
+    table = sql.Identifier("public", "typed")
+    columns = ", ".join(f"c{n} {kind}" for n, kind in enumerate(VALUES))
+    names = [f"c{n}" for n in range(len(VALUES))]
+    shown = ", ".join(f"format('%s', {name})" for name in names)
+    with connected(servers[0]) as source, connected(make_server(version).dsn()) as target:
+        for connection in (source, target):
+            with connection.cursor() as cursor:
+                cursor.execute(f"DROP TABLE IF EXISTS public.typed; CREATE TABLE public.typed ({columns})")
+        with source.cursor() as cursor:
+            for row in zip_longest(*VALUES.values()):
+                cursor.execute(f"INSERT INTO public.typed VALUES ({', '.join(['%s'] * len(row))})", row)
+            cursor.execute(
+                "SELECT attname::text, atttypid::int8 FROM pg_attribute WHERE attrelid = 'public.typed'::regclass"
+            )
+            oids = {name: oid for name, oid in cursor.fetchall() if name in names}
+            cursor.execute(f"SELECT {shown} FROM public.typed ORDER BY 1, 2, 3, 4, 5, 6, 7, 8")
+            expected = cursor.fetchall()
+        assert takes_binary(target, table, oids)
+        with closing(CopySession(servers[0], {})) as session, target.cursor() as cursor:
+            written = session.copied("SELECT * FROM public.typed", (), True)
+            assert copy_written(target, table, names, written, True) == len(expected)
+            cursor.execute(f"SELECT {shown} FROM public.typed ORDER BY 1, 2, 3, 4, 5, 6, 7, 8")
+            assert cursor.fetchall() == expected
+        with source.cursor() as cursor:
+            cursor.execute("DROP TABLE public.typed")
+
+
+def test_only_the_very_types_pass_in_the_binary_format(databases: Databases) -> None:
+    """A number would be taken for a date, and what a later version writes for something else."""
+    int4, text, money, interval, xml = 23, 25, 790, 1186, 142
+    table = sql.Identifier("public", "Typed")
+    with connected(databases.target) as target, target.cursor() as cursor:
+        assert not takes_binary(target, table, {"a": int4})
+        cursor.execute(
+            'CREATE TABLE public."Typed" (a int, b date, c bigint, d text, gone int, m money, i interval, x xml);'
+            ' ALTER TABLE public."Typed" DROP gone'
+        )
+        assert takes_binary(target, table, {"d": text, "a": int4})
+        for name in ("b", "c", "d", "gone", "none"):
+            assert not takes_binary(target, table, {"a": int4, name: int4})
+        for name, oid in (("m", money), ("i", interval), ("x", xml)):
+            assert not takes_binary(target, table, {"a": int4, name: oid})
 
 
 def test_large_rows_are_copied_like_others(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:

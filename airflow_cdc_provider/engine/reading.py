@@ -123,7 +123,7 @@ class SnapshotReader:
     """One read: take the rows of :meth:`batches` to the end, then call :meth:`finish`.
 
     :param patience: seconds to wait for each lock.
-    :param copies: whether the rows may be had as COPY's text.
+    :param copies: whether the rows may be had as COPY writes them.
     :ivar copied: whether they were.
     """
 
@@ -149,7 +149,7 @@ class SnapshotReader:
         :raises SchemaChanged: when the table is not defined as it was when the read was planned.
         """
         batches = self._batches()
-        return SnapshotRows(batches, self._texts) if self._copies and self._read.copy_query is not None else batches
+        return SnapshotRows(batches, self._written) if self._copies and self._read.copy_query is not None else batches
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
         with _as_failure(self._read.dsn):
@@ -157,13 +157,13 @@ class SnapshotReader:
         with _as_failure(self._read.dsn, self._read.label), self._reading(session):
             yield from session.batches(self._read.query)
 
-    def _texts(self, constants: Sequence[str]) -> Iterator[bytes]:
+    def _written(self, constants: Sequence[tuple[str, str]], binary: bool) -> Iterator[bytes]:
         assert self._read.copy_query is not None
         self.copied = True
         with _as_failure(self._read.dsn):
             self._session = session = CopySession(self._read.dsn, self._settings)
         with _as_failure(self._read.dsn, self._read.label), self._reading(session):
-            yield from session.copied(self._read.copy_query, constants)
+            yield from session.copied(self._read.copy_query, constants, binary)
 
     @contextmanager
     def _reading(self, session: ReadingSession) -> Iterator[None]:
@@ -194,18 +194,22 @@ class SnapshotReader:
 
 
 class SnapshotRows(Iterator[pa.RecordBatch]):
-    """The rows of a read, for who takes batches and for who takes COPY's text: see :class:`.sinks.base.Copyable`."""
+    """Rows of a read, for who takes batches and for who takes what COPY writes: see :class:`.sinks.base.Copyable`."""
 
-    def __init__(self, batches: Iterator[pa.RecordBatch], texts: Callable[[Sequence[str]], Iterator[bytes]]) -> None:
+    def __init__(
+        self,
+        batches: Iterator[pa.RecordBatch],
+        written: Callable[[Sequence[tuple[str, str]], bool], Iterator[bytes]],
+    ) -> None:
         self._batches = batches
-        self._texts = texts
+        self._written = written
 
     def __next__(self) -> pa.RecordBatch:
         return next(self._batches)
 
-    def copied(self, constants: Sequence[str] = ()) -> Iterator[bytes]:
+    def copied(self, constants: Sequence[tuple[str, str]] = (), binary: bool = False) -> Iterator[bytes]:
         """See :meth:`.sinks.base.Copyable.copied`."""
-        return self._texts(constants)
+        return self._written(constants, binary)
 
 
 def write_rows(

@@ -1,7 +1,7 @@
-"""Sessions in which rows are read from a source: as Arrow by ADBC, or as the text of COPY by psycopg2.
+"""Sessions in which rows are read from a source: as Arrow by ADBC, or as COPY writes them by psycopg2.
 
-COPY's text costs neither side anything but its way: the source writes values as it would send them, without a cast,
-and a Postgres that takes them parses what the other has written. Who has to look at values takes Arrow.
+What COPY writes costs neither side anything but its way: the source writes values as it would send them, without a
+cast, and a Postgres reads what the other has written. Who has to look at values takes Arrow.
 """
 
 from __future__ import annotations
@@ -114,17 +114,20 @@ class CopySession:
             cursor.execute(statement)
             return cursor.fetchone() if cursor.description else None
 
-    def copied(self, query: str, constants: Sequence[str] = ()) -> Iterator[bytes]:
-        """The rows of a query in COPY's text format, some bytes at a time; the source goes on writing meanwhile.
+    def copied(self, query: str, constants: Sequence[tuple[str, str]] = (), binary: bool = False) -> Iterator[bytes]:
+        """The rows of a query as COPY writes them, some bytes at a time; the source goes on writing meanwhile.
 
-        :param constants: texts, one for each further column.
+        :param constants: text and SQL type of each further column.
+        :param binary: in COPY's binary format, not as text.
         """
         if constants:
-            literals = sql.SQL(", ").join(map(sql.Literal, constants)).as_string(self._connection)
+            casts = (sql.SQL("{}::" + kind).format(sql.Literal(text)) for text, kind in constants)
+            literals = sql.SQL(", ").join(casts).as_string(self._connection)
             query = f"SELECT *, {literals} FROM ({query}) AS read"
+        statement = f"COPY ({query}) TO STDOUT (FORMAT {'binary' if binary else 'text'})"
         readable, writable = os.pipe()
         self._output = io.FileIO(readable)
-        self._thread = threading.Thread(target=self._copy, args=[query, writable], name="copy out", daemon=True)
+        self._thread = threading.Thread(target=self._copy, args=[statement, writable], name="copy out", daemon=True)
         self._thread.start()
         while data := self._output.read(_SLICE_BYTES):
             yield data
@@ -132,11 +135,11 @@ class CopySession:
         if self._failure is not None:
             raise self._failure
 
-    def _copy(self, query: str, writable: int) -> None:
+    def _copy(self, statement: str, writable: int) -> None:
         try:
             # A writer of C's takes what is called once a row.
             with open(writable, "wb", buffering=_SLICE_BYTES) as output, self._connection.cursor() as cursor:
-                cursor.copy_expert(f"COPY ({query}) TO STDOUT", output)
+                cursor.copy_expert(statement, output)
         except BaseException as e:
             self._failure = e
 

@@ -191,12 +191,13 @@ class CopiedChunk:
 class Copyable(Protocol):
     """Batches of the source's rows that can also be had as Postgres itself would copy them, for the sink to choose."""
 
-    def copied(self, constants: Sequence[str] = ()) -> Iterator[bytes]:
-        """The rows in COPY's text format, some bytes at a time, instead of the batches, with columns beside.
+    def copied(self, constants: Sequence[tuple[str, str]] = (), binary: bool = False) -> Iterator[bytes]:
+        """The rows as COPY writes them, some bytes at a time, instead of the batches, with columns beside.
 
         They are read at the source when they are asked for.
 
-        :param constants: texts, one for each further column.
+        :param constants: text and SQL type of each further column.
+        :param binary: in COPY's binary format, not as text.
         """
 
 

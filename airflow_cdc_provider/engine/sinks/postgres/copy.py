@@ -7,7 +7,7 @@ CSV, and a second copy of it in memory would be one too many.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -15,12 +15,24 @@ import psycopg2
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
+from psycopg.postgres import types
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.connection import Connection
+from airflow_cdc_provider.engine.connection import Connection, rows
 
 # Every value is quoted and a NULL is not, so that '' and NULL stay apart.
 _OPTIONS = pa_csv.WriteOptions(include_header=False, quoting_style="all_valid")
+# Not among them: money, which is of a locale; interval, whose infinities older versions take for numbers; xml, which
+# names an encoding; those whose binary format has had versions.
+_SAME_EVERYWHERE = frozenset(
+    oid
+    for name in (
+        *("bool", "int2", "int4", "int8", "oid", "float4", "float8", "numeric", "uuid", "inet", "cidr"),
+        *("text", "varchar", "bpchar", "bytea", "json", "jsonb"),
+        *("date", "time", "timetz", "timestamp", "timestamptz", '"char"', "pg_lsn"),
+    )
+    for oid in (types[name].oid, types[name].array_oid)
+)
 _READ_BYTES = 1 << 20
 _LARGE_BYTES = 4 << 20
 # In place of double quotes, each of which would count twice. Text rarely has any of these.
@@ -52,16 +64,40 @@ def copy_batches(
     return count
 
 
-def copy_texts(connection: Connection, table: sql.Composable, columns: Sequence[str], texts: Iterator[bytes]) -> int:
+def copy_written(
+    connection: Connection,
+    table: sql.Composable,
+    columns: Sequence[str],
+    written: Iterator[bytes],
+    binary: bool = False,
+) -> int:
     """Copy what another server has written, within the connection's transaction.
 
     :param table: the table's quoted name.
-    :param columns: names of the table's columns, in the order of the texts' columns.
-    :param texts: rows in COPY's text format, some bytes at a time.
+    :param columns: names of the table's columns, in the order of those that are written.
+    :param written: rows as COPY has written them, some bytes at a time.
+    :param binary: in COPY's binary format, for which :func:`takes_binary` has to be true; else as text.
     :returns: rows copied.
     """
     names = sql.SQL(", ").join(map(sql.Identifier, columns))
-    return copy_stream(connection, sql.SQL("COPY {} ({}) FROM STDIN").format(table, names), texts)
+    statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT {})")
+    return copy_stream(connection, statement.format(table, names, sql.SQL("binary" if binary else "text")), written)
+
+
+def takes_binary(connection: Connection, table: sql.Composable, oids: Mapping[str, int]) -> bool:
+    """Whether a table can be given another server's values as they stand in COPY's binary format.
+
+    That names no types: a number would be taken for a date of as many bytes. So the table's columns must have the very
+    types of the values, and types that all versions write and read alike.
+
+    :param table: the table's quoted name.
+    :param oids: types of the values by the names of their columns.
+    """
+    if not _SAME_EVERYWHERE.issuperset(oids.values()):
+        return False
+    query = "SELECT attname::text, atttypid::int8 FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0"
+    found = dict(rows(connection, f"{query} AND NOT attisdropped", [table.as_string(connection)]))
+    return all(found.get(name) == oid for name, oid in oids.items())
 
 
 def copy_stream(connection: Connection, statement: sql.Composable, chunks: Iterator[bytes]) -> int:

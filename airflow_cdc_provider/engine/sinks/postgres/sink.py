@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+from psycopg.postgres import types
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.chunks import Chunk
@@ -37,8 +38,8 @@ from airflow_cdc_provider.engine.sinks.base import (
     Target,
     Watermark,
 )
-from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_texts
-from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
+from airflow_cdc_provider.engine.sinks.postgres.definition import CHANGELOG_COLUMNS, prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
 from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
@@ -256,17 +257,21 @@ class PostgresSink(PostgresRecord):
     ) -> int:
         """Copy snapshot rows into the target; in a changelog they are events of kind ``r`` at the applied LSN."""
         table = sql.Identifier(target.schema, target.name)
-        names = [column.name for column in target.table.columns]
-        constants: list[str] = []
+        constants: dict[str, str] = {}
         if self.mode == "changelog":
             # They sort after events up to the applied LSN and before the next commit's, whose _seq begins at 1.
-            names += ["_op", "_commit_lsn", "_seq"]
-            constants = ["r", applied, str(seq)]
+            constants = {"_op": "r", "_commit_lsn": applied, "_seq": str(seq)}
+        names = [*(column.name for column in target.table.columns), *constants]
         with refusals(target):
             if isinstance(batches, Copyable):
-                return copy_texts(connection, table, names, batches.copied(constants))
+                kinds = {name: CHANGELOG_COLUMNS[name].removesuffix(" NOT NULL") for name in constants}
+                oids = {column.name: column.type_oid for column in target.table.columns}
+                oids |= {name: types[kind].oid for name, kind in kinds.items()}
+                binary = takes_binary(connection, table, oids)
+                written = batches.copied([(text, kinds[name]) for name, text in constants.items()], binary)
+                return copy_written(connection, table, names, written, binary)
             if constants:
-                batches = (_with_constants(batch, constants) for batch in batches)
+                batches = (_with_constants(batch, list(constants.values())) for batch in batches)
             return copy_batches(connection, table, names, batches)
 
     # -- stream units ------------------------------------------------------------------------------
