@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import pyarrow as pa
@@ -66,6 +66,58 @@ def test_what_one_server_writes_the_other_reads(
         cursor.execute("SELECT n, a, b, c, d, e FROM public.copied_rows ORDER BY n")
         found = [(n, a, None if b is None else bytes(b), c, d, e) for n, a, b, c, d, e in cursor.fetchall()]
     assert found == [(*row, constant, "end") for row in numbered]
+
+
+# Some need no quotes, some do, and nothing is not NULL.
+PLAIN = st.text(st.characters(exclude_characters='\0\t\r\n"\\', codec="utf-8"), min_size=1)
+SPECIAL = st.sampled_from(
+    ["", "NULL", "\\N", "\\.", "\\", "a\\tb", "\t", "\r", "\n", "\r\n", '"', 'a"b', "'", ",", "  ", "\x01"]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.none() | PLAIN, st.none() | PLAIN | SPECIAL, st.none() | st.booleans()), max_size=20),
+        max_size=4,
+    )
+)
+def test_batches_are_copied_with_all_characters(
+    servers: tuple[str, Connection], batches: list[list[tuple[str | None, str | None, bool | None]]]
+) -> None:
+    types = (pa.string(), pa.large_string(), pa.bool_())
+    rows = [(*row, n) for n, row in enumerate(chain.from_iterable(batches))]
+    numbers = iter(range(len(rows)))
+    arrow = [
+        pa.RecordBatch.from_arrays(
+            [pa.array([row[i] for row in batch], kind) for i, kind in enumerate(types)]
+            + [pa.array([next(numbers) for _ in batch], pa.int64())],
+            names=list("abcn"),
+        )
+        for batch in batches
+    ]
+    _, target = servers
+    with target.cursor() as cursor:
+        cursor.execute("CREATE TEMP TABLE batched (a text, b text, c bool, n int)")
+        try:
+            assert copy_batches(target, sql.Identifier("batched"), list("abcn"), arrow) == len(rows)
+            for column in "ab":  # alone, so that a row may be an empty line
+                only = [batch.select([column]) for batch in arrow]
+                assert copy_batches(target, sql.Identifier("batched"), [column], only) == len(rows)
+            cursor.execute("SELECT a, b, c, n FROM batched WHERE n IS NOT NULL ORDER BY n")
+            assert cursor.fetchall() == rows
+            cursor.execute("SELECT count(a), count(b) FROM batched WHERE n IS NULL")
+            assert cursor.fetchall() == [tuple(sum(row[i] is not None for row in rows) for i in (0, 1))]
+        finally:
+            cursor.execute("DROP TABLE batched")
+
+
+def test_rows_go_as_text_where_none_of_their_values_needs_quotes() -> None:
+    def plain(*values: object) -> bool:
+        return postgres_copy._written(pa.RecordBatch.from_arrays([pa.array(values)], names=["a"]))[0]
+
+    assert all([plain("a", None, "with, commas and 'these' |"), plain(1, None), plain(True)])
+    assert not any(plain("a", value) for value in ("", "\\", "\t", "\n", "\r", '"'))
 
 
 # Each as text, with those that lie at the ends of what the type holds.
