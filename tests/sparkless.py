@@ -70,9 +70,10 @@ class SparklessRun:
         """Where it stands."""
         if not self._stacks.exists() or self.process.pid is None:
             return "it has not begun"
+        status = psutil.Process(self.process.pid).status()
         os.kill(self.process.pid, signal.SIGUSR1)
         await_condition(lambda: self._stacks.stat().st_size > 0, seconds=10)
-        return self._stacks.read_text(encoding="utf-8")
+        return f"it is {status}\n{self._stacks.read_text(encoding='utf-8')}"
 
     @property
     def message(self) -> str:

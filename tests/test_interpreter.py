@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pyspark
 import pytest
+from pyspark import SparkContext
 
 from airflow_cdc_provider.engine import interpreter
 from airflow_cdc_provider.engine.interpreter import SCRIPT, is_this_python, python_for_spark
 from airflow_cdc_provider.engine.session import spark_session
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
+from tests.spark_jvm import end_jvm
 
 ZIP = str(Path(pyspark.__file__).parent / "python" / "lib" / "pyspark.zip")
 FOUND = "import pyspark, sys; print(pyspark.__file__, sys.executable, *sys.argv[1:], sep='|')"
@@ -76,10 +78,21 @@ def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline
-    for python, package in ((str(SCRIPT), pyspark.__file__), (sys.executable, None)):  # the second in the first's JVM
+    for _ in range(2):  # sessions of one JVM
         with spark_session(pipeline, "stream") as spark:
             context = spark.sparkContext
-            assert context.pythonExec == python
-            ((path, executable),) = context.parallelize([0], 1).map(found).collect()
-        assert (path, executable) == (package or f"{ZIP}/pyspark/__init__.py", sys.executable)
+            assert context.pythonExec == str(SCRIPT)
+            assert context.statusTracker().getJobIdsForGroup(None) == [], "no task looks for what this process sees"
+            assert context.parallelize([0], 1).map(found).collect() == [(pyspark.__file__, sys.executable)]
         assert not {"PYSPARK_PYTHON", "AIRFLOW_CDC_PYTHON"} & set(os.environ), "commands that are started later choose"
+
+
+@pytest.mark.spark
+def test_a_jvm_that_was_started_without_it_starts_this_python(
+    databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_jvm()
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    SparkContext._ensure_initialized()
+    with spark_session(PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline, "stream") as spark:
+        assert spark.sparkContext.parallelize([0], 1).map(lambda _: sys.executable).collect() == [sys.executable]

@@ -159,7 +159,7 @@ def read_query(table: Table, chunk: Chunk | None) -> sql.Composable:
 
 
 def copy_query(table: Table, chunk: Chunk | None) -> sql.Composable:
-    """The SELECT of a chunk's rows for COPY, which calls the output functions of their types itself.
+    """The SELECT of a chunk's rows for COPY, which writes their values itself.
 
     :param chunk: ``None`` for the whole table.
     """

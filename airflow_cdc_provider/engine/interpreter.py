@@ -13,7 +13,9 @@ import sysconfig
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("python.sh")
-_PYTHON, _ZIP = "AIRFLOW_CDC_PYTHON", "AIRFLOW_CDC_SPARK_ZIP"
+VARIABLE = "AIRFLOW_CDC_PYTHON"
+"""What tells the script which Python to start."""
+_ZIP_VARIABLE = "AIRFLOW_CDC_SPARK_ZIP"
 
 
 def python_for_spark() -> dict[str, str]:
@@ -29,10 +31,10 @@ def python_for_spark() -> dict[str, str]:
         folder = Path(package.origin).parent
         if folder.parent == Path(sysconfig.get_path("purelib")):
             archive = folder / "python" / "lib" / "pyspark.zip"
-            return {"PYSPARK_PYTHON": str(SCRIPT), _PYTHON: sys.executable, _ZIP: str(archive)}
+            return {"PYSPARK_PYTHON": str(SCRIPT), VARIABLE: sys.executable, _ZIP_VARIABLE: str(archive)}
     return {"PYSPARK_PYTHON": sys.executable}
 
 
 def is_this_python(path: str) -> bool:
     """Whether ``PYSPARK_PYTHON`` leads to this Python, by the script, too; Airflow's worker has another copy of it."""
-    return path == sys.executable or (Path(path).name == SCRIPT.name and os.environ.get(_PYTHON) == sys.executable)
+    return path == sys.executable or (Path(path).name == SCRIPT.name and os.environ.get(VARIABLE) == sys.executable)

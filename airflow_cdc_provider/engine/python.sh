@@ -7,4 +7,4 @@ for entry in $PYTHONPATH; do
     [ "$entry" -ef "$AIRFLOW_CDC_SPARK_ZIP" ] || kept=$kept${kept:+:}$entry
 done
 export PYTHONPATH="$kept"
-exec "${AIRFLOW_CDC_PYTHON:?names the Python to be started}" "$@"
+exec "${AIRFLOW_CDC_PYTHON:?is not set}" "$@"

@@ -63,7 +63,7 @@ class Read:
     :param dsn: libpq URI of the source.
     :param locks: one LOCK statement a leaf.
     :param query: the SELECT, every column as text.
-    :param copy_query: the same for COPY, which makes texts of values itself; ``None`` to have no COPY.
+    :param copy_query: the same for COPY, which writes values itself; ``None`` to have no COPY.
     :param origin: the server from which the rows must come.
     :param label: the table.
     :param definition: the SELECT of the table's definition, two JSON texts.
@@ -219,7 +219,7 @@ def write_rows(
 ) -> T:
     """Have the rows of a read written.
 
-    A server's limit to the length of a row is sooner reached as COPY's text, in which some characters count twice.
+    A server's limit to the length of a row is sooner reached as COPY writes it, as text with some characters twice.
     Rows that are too long for it are read and written anew.
 
     :param write: takes :meth:`SnapshotReader.batches` and :meth:`SnapshotReader.finish`; without effect when it fails.

@@ -26,7 +26,7 @@ from pyspark.sql import SparkSession
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY, Pipeline, runs_locally
 from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable
-from airflow_cdc_provider.engine.interpreter import is_this_python, python_for_spark
+from airflow_cdc_provider.engine.interpreter import VARIABLE, is_this_python, python_for_spark
 
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
@@ -57,28 +57,30 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     with _python_chosen(not submitted and runs_locally(pipeline.spark.master)):
         spark = _started(pipeline, command, submitted)
-    try:
-        with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
-            # Before a job no task is spent on what this process sees as well.
-            check_executors(spark, thoroughly=command == "preflight")
-            _ship_engine(spark.sparkContext, Path(directory))
-            yield spark
-    finally:
-        with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
-            spark.stop()
+        try:
+            with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
+                # Before a job no task is spent on what this process sees as well.
+                check_executors(spark, thoroughly=command == "preflight")
+                _ship_engine(spark.sparkContext, Path(directory))
+                yield spark
+        finally:
+            with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
+                spark.stop()
 
 
 @contextmanager
 def _python_chosen(here: bool) -> Iterator[None]:
     """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
 
-    :param here: whether Spark runs on this machine, in a JVM of its own.
+    :param here: whether Spark runs on this machine, in a JVM that this process starts.
     """
     if "PYSPARK_PYTHON" in os.environ:
         yield
         return
-    # A JVM that runs has its environment, and what chooses the Python there may not be in it.
-    chosen = python_for_spark() if here and SparkContext._gateway is None else {"PYSPARK_PYTHON": sys.executable}
+    # A JVM that runs already has the environment of its start, in which the Python may not be named.
+    gateway = SparkContext._gateway
+    told = gateway is None or gateway.jvm.System.getenv(VARIABLE) == sys.executable
+    chosen = python_for_spark() if here and told else {"PYSPARK_PYTHON": sys.executable}
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
     try:
@@ -86,7 +88,7 @@ def _python_chosen(here: bool) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 

@@ -1,8 +1,8 @@
 """COPY into Postgres: as another server has written it, or from Arrow, without a loop per row.
 
-The server reads its text format faster than CSV, so rows whose values need neither quotes nor escapes go as that. Large
-rows are an exception: each is copied by a statement of its own, in slices. The server limits a row's length as CSV, and
-a second copy of it in memory would be one too many.
+The server reads its text format faster than CSV, so batches in which no value needs quotes or escapes go as that. The
+loop's exception are large rows: each is copied by a statement of its own, in slices. The server limits a row's length
+as CSV, and a second copy of it in memory would be one too many.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 import psycopg2
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,11 +25,11 @@ from airflow_cdc_provider.engine.connection import Connection, rows
 
 # Every value is quoted and a NULL is not, so that '' and NULL stay apart.
 _CSV = pa_csv.WriteOptions(include_header=False, quoting_style="all_valid")
-# It refuses values with tabs, line ends or double quotes.
+# It refuses values with tabs, line ends or double quotes; a backslash or a value of no length it does not see.
 _TEXT = pa_csv.WriteOptions(include_header=False, quoting_style="none", delimiter="\t")
 _TEXT_FORMAT = sql.SQL("FORMAT text, NULL ''")
-# Not among them: money, which is of a locale; interval, whose infinities older versions take for numbers; xml, which
-# names an encoding; those whose binary format has had versions.
+# Not among them, beside what is rare: money, which is of a locale; interval, whose infinities older versions take for
+# numbers; xml, which names an encoding.
 _SAME_EVERYWHERE = frozenset(
     oid
     for name in (
@@ -66,9 +67,9 @@ def copy_batches(
                 command = statement.format(table, names, _csv_format(quote))
                 count += copy_stream(connection, command, _row_csv(row, quote.encode()))
         else:
-            for plain, written in groupby((_written(row) for _, row in group), key=lambda each: each[0]):
+            for plain, encoded in groupby((_encoded(rows) for _, rows in group), key=lambda each: each[0]):
                 command = statement.format(table, names, _TEXT_FORMAT if plain else _csv_format('"'))
-                count += copy_stream(connection, command, (each for _, data in written for each in _slices(data)))
+                count += copy_stream(connection, command, (each for _, data in encoded for each in _slices(data)))
     return count
 
 
@@ -96,15 +97,16 @@ def takes_binary(connection: Connection, table: sql.Composable, oids: Mapping[st
     """Whether a table can be given another server's values as they stand in COPY's binary format.
 
     That names no types: a number would be taken for a date of as many bytes. So the table's columns must have the very
-    types of the values, and types that all versions write and read alike.
+    types of the values, and types that all versions write and read alike. They keep them until the transaction ends.
 
     :param table: the table's quoted name.
     :param oids: types of the values by the names of their columns.
     """
     if not _SAME_EVERYWHERE.issuperset(oids.values()):
         return False
-    query = "SELECT attname::text, atttypid::int8 FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0"
-    found = dict(rows(connection, f"{query} AND NOT attisdropped", [table.as_string(connection)]))
+    rows(connection, sql.SQL("SELECT FROM {} LIMIT 0").format(table))  # locks it as a reader does
+    query = "SELECT attname::text, atttypid::int8 FROM pg_attribute WHERE attrelid = to_regclass(%s)"
+    found = dict(rows(connection, query, [table.as_string(connection)]))
     return all(found.get(name) == oid for name, oid in oids.items())
 
 
@@ -148,6 +150,16 @@ def _texts(batch: pa.RecordBatch) -> list[pa.Array]:
     return [c for c in batch.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
 
 
+def _data(text: pa.Array) -> npt.NDArray[np.uint8]:
+    """The bytes of all values of a column of text."""
+    _, offsets, data = text.buffers()
+    if data is None:
+        return np.empty(0, np.uint8)
+    kind = np.int64 if pa.types.is_large_string(text.type) else np.int32
+    bounds = np.frombuffer(offsets, kind)[text.offset : text.offset + len(text) + 1]
+    return np.frombuffer(data, np.uint8)[bounds[0] : bounds[-1]]
+
+
 def _single_out(batch: pa.RecordBatch) -> Iterator[tuple[bool, pa.RecordBatch]]:
     """Cut a batch into its large rows, each alone, and runs of the others; true for the large ones."""
     start = 0
@@ -167,18 +179,20 @@ def _csv_format(quote: str) -> sql.Composable:
     return sql.SQL("FORMAT csv, QUOTE {}").format(sql.Literal(quote))
 
 
-def _written(batch: pa.RecordBatch) -> tuple[bool, pa.Buffer]:
+def _encoded(batch: pa.RecordBatch) -> tuple[bool, pa.Buffer]:
     """The rows of a batch as COPY takes them; true for the text format, false for CSV."""
-    output = pa.BufferOutputStream()
-    if not any(pc.min(pc.binary_length(text)).as_py() == 0 for text in _texts(batch)):  # nothing stands for NULL
+    texts = _texts(batch)
+    # What has no length would be read as NULL, and a backslash as the beginning of an escape.
+    if not any(pc.min(pc.binary_length(text)).as_py() == 0 or (_data(text) == _BACKSLASH).any() for text in texts):
         with suppress(pa.ArrowInvalid):
-            pa_csv.write_csv(batch, output, _TEXT)
-            text = output.getvalue()
-            if not (np.frombuffer(text, np.uint8) == _BACKSLASH).any():
-                return True, text
-        output = pa.BufferOutputStream()
-    pa_csv.write_csv(batch, output, _CSV)
-    return False, output.getvalue()
+            return True, _csv(batch, _TEXT)
+    return False, _csv(batch, _CSV)
+
+
+def _csv(batch: pa.RecordBatch, options: pa_csv.WriteOptions) -> pa.Buffer:
+    output = pa.BufferOutputStream()
+    pa_csv.write_csv(batch, output, options)
+    return output.getvalue()
 
 
 def _choose_quote(row: pa.RecordBatch) -> str:
@@ -200,10 +214,7 @@ def _row_csv(row: pa.RecordBatch, quote: bytes) -> Iterator[bytes]:
         if column.null_count:
             continue
         yield quote
-        text = column.cast(pa.large_string())
-        _, offsets, data = text.buffers()
-        start, end = np.frombuffer(offsets, np.int64)[text.offset :][:2]
-        for chunk in _slices(data.slice(start, end - start)):
+        for chunk in _slices(pa.py_buffer(_data(column.cast(pa.large_string())))):
             yield chunk.replace(quote, quote + quote)
         yield quote
     yield b"\n"

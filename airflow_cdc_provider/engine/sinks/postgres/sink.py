@@ -39,7 +39,7 @@ from airflow_cdc_provider.engine.sinks.base import (
     Watermark,
 )
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
-from airflow_cdc_provider.engine.sinks.postgres.definition import CHANGELOG_COLUMNS, prepare_target, redefine
+from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
 from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
@@ -49,6 +49,8 @@ from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableS
 
 T = TypeVar("T")
 
+# What all rows of a chunk have in common in a changelog, and its types there.
+_CONSTANTS = {"_op": '"char"', "_commit_lsn": "pg_lsn", "_seq": "bigint"}
 _NAMED = 100  # tables by a statement at most
 
 
@@ -264,11 +266,10 @@ class PostgresSink(PostgresRecord):
         names = [*(column.name for column in target.table.columns), *constants]
         with refusals(target):
             if isinstance(batches, Copyable):
-                kinds = {name: CHANGELOG_COLUMNS[name].removesuffix(" NOT NULL") for name in constants}
                 oids = {column.name: column.type_oid for column in target.table.columns}
-                oids |= {name: types[kind].oid for name, kind in kinds.items()}
+                oids |= {name: types[_CONSTANTS[name]].oid for name in constants}
                 binary = takes_binary(connection, table, oids)
-                written = batches.copied([(text, kinds[name]) for name, text in constants.items()], binary)
+                written = batches.copied([(text, _CONSTANTS[name]) for name, text in constants.items()], binary)
                 return copy_written(connection, table, names, written, binary)
             if constants:
                 batches = (_with_constants(batch, list(constants.values())) for batch in batches)
