@@ -219,8 +219,8 @@ def write_rows(
 ) -> T:
     """Have the rows of a read written.
 
-    A server's limit to the length of a row is sooner reached as COPY writes it, as text with some characters twice.
-    Rows that are too long for it are read and written anew.
+    A server's limit to the length of a row is sooner reached in COPY's text format, in which some characters count
+    twice. Rows that are too long for it are read and written anew.
 
     :param write: takes :meth:`SnapshotReader.batches` and :meth:`SnapshotReader.finish`; without effect when it fails.
     :param patience: seconds to wait for each lock.

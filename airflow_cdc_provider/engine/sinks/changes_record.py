@@ -8,6 +8,7 @@ epoch that does not say any more, can append nothing.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Commit:
     then: Change = field(default_factory=Change)
 
 
-class ChangesRecord:
+class ChangesRecord(ABC):
     """A pipeline's commit record.
 
     :ivar pipeline: name of the pipeline.
@@ -50,28 +51,29 @@ class ChangesRecord:
     # -- what a store does --------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """Where the store is, for messages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _current(self) -> Contents | None:
         """What the record holds; ``None`` when there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _others(self) -> Iterable[tuple[str, Contents]]:
         """What the records of other pipelines in the store hold, by their names."""
-        raise NotImplementedError
 
-    def _require_store(self) -> None:
+    def _require_store(self) -> None:  # noqa: B027 - not every store has conditions
         """Refuse a store that cannot keep a record; touch nothing."""
 
+    @abstractmethod
     def _begin(self, change: Change, what: str) -> bool:
         """Begin a record.
 
         :returns: false when there is one already.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
         """Append an entry, then carry out what it decides.
 
@@ -82,10 +84,10 @@ class ChangesRecord:
         :returns: the contents afterwards; ``None`` when nothing was to be committed.
         :raises Fenced: when the epoch is another's.
         """
-        raise NotImplementedError
 
     # -- what a sink does beside the record ---------------------------------------------------------
 
+    @abstractmethod
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
         """Refuse a target that is not there for this pipeline; touch nothing.
 
@@ -95,7 +97,6 @@ class ChangesRecord:
         :raises ForeignTable: see :meth:`.base.Sink.prepare`.
         :raises GateClosed: likewise.
         """
-        raise NotImplementedError
 
     def _has(self, contents: Contents, target: Target) -> bool:
         """Whether what another pipeline's record holds has a target that the store takes for ``target``."""
@@ -107,13 +108,13 @@ class ChangesRecord:
         """By what the store tells a target from others."""
         return schema, name
 
-    def _require_apart(self, targets: Sequence[Target]) -> None:
+    def _require_apart(self, targets: Sequence[Target]) -> None:  # noqa: B027 - nor takes two for one
         """Refuse targets of the pipeline that the store takes for one.
 
         :raises ConfigError: naming two.
         """
 
-    def _create(self, targets: Sequence[Target]) -> None:
+    def _create(self, targets: Sequence[Target]) -> None:  # noqa: B027 - nor has empty tables
         """Make what targets need before the record tells of them: empty tables, or nothing. Idempotent."""
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,13 +59,13 @@ class LakeRecord(ChangesRecord):
         """The targets that no longer exist; see :meth:`.base.Sink.missing`."""
         return ()
 
+    @abstractmethod
     def _carry_out(self, contents: Contents, step: Step) -> None:
         """Do what a step says, if it has not been done: several processes may do so, at once and one after the other.
 
         One that was overtaken long ago may do so, too, when it wakes up. What the step changes must therefore note the
         step's number in the same commit, and refuse one that is not beyond what it has noted.
         """
-        raise NotImplementedError
 
     # -- appending ----------------------------------------------------------------------------------
 
