@@ -6,7 +6,6 @@ take the jars from a folder.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pyspark.sql import SparkSession
 from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE, DeltaSettings
 from tests.class_archive import ARCHIVE, JVM_OPTIONS
+from tests.spark_jvm import local_session
 
 
 def delta_jars() -> str:
@@ -50,12 +50,8 @@ def delta_conf() -> dict[str, str]:
 @contextmanager
 def delta_session(cores: int = 2) -> Iterator[SparkSession]:
     """A session, which sinks in this process find."""
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    spark = SparkSession.builder.master(f"local[{cores}]").config(map=delta_conf()).getOrCreate()
-    try:
+    with local_session(delta_conf(), cores) as spark:
         yield spark
-    finally:
-        spark.stop()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fence
 from airflow_cdc_provider.engine.run import STREAM, Run, run_part
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, SPARK_CONF, PipelineUnderTest
+from tests.spark_jvm import local_session
 
 pytestmark = pytest.mark.spark
 
@@ -26,8 +25,7 @@ OUTAGE = ConnectionFailed("the broker does not answer", "Start again.")
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    with SparkSession.builder.master("local[1]").config(map=SPARK_CONF).getOrCreate() as session:
+    with local_session(SPARK_CONF) as session:
         yield session
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import threading
 import uuid
@@ -27,6 +26,7 @@ from tests.conftest import Databases
 from tests.files_sink import CHUNKS, change, chunk, effect, paths, provisioned, unit
 from tests.hdfs import HdfsCluster
 from tests.pipelines import SPARK_CONF
+from tests.spark_jvm import local_session
 from tests.test_files_failpoints import finish, kill
 from tests.test_files_pipeline import FilesPipeline, assert_files_exactly_once
 
@@ -268,10 +268,8 @@ def test_the_other_url_of_hdfs_is_refused_with_the_one_to_use(pipeline: HdfsPipe
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    session = SparkSession.builder.master("local[1]").config(map=SPARK_CONF).getOrCreate()
-    logging.getLogger("py4j").setLevel(logging.WARNING)  # it tells of its end when nobody listens any more
-    yield session
-    session.stop()
+    with local_session(SPARK_CONF) as session:
+        yield session
 
 
 @pytest.mark.spark

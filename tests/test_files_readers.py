@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from tests.files_sink import AT, BODY, ID, SOURCE, change, column, effect, rows, table, unit, watermark
 from tests.pipelines import SPARK_CONF
+from tests.spark_jvm import local_session
 
 pytestmark = pytest.mark.spark
 
@@ -57,11 +57,8 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    builder = SparkSession.builder.master("local[1]").config(map=SPARK_CONF)
-    session = builder.config("spark.sql.session.timeZone", "UTC").getOrCreate()
-    logging.getLogger("py4j").setLevel(logging.WARNING)  # it tells of its end when nobody listens any more
-    yield session
-    session.stop()
+    with local_session({**SPARK_CONF, "spark.sql.session.timeZone": "UTC"}) as session:
+        yield session
 
 
 EVENTS = [("r", 50, 1), ("r", 50, 2), ("u", 60, 1), ("d", 70, 2), ("i", 80, 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,31 @@ def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest
             assert context.statusTracker().getJobIdsForGroup(None) == [], "no task looks for what this process sees"
             assert context.parallelize([0], 1).map(found).collect() == [(pyspark.__file__, sys.executable)]
         assert not {"PYSPARK_PYTHON", "AIRFLOW_CDC_PYTHON"} & set(os.environ), "commands that are started later choose"
+
+
+@pytest.mark.spark
+def test_a_source_whose_process_comes_up_late(
+    databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark gives it ten seconds, and ends the query that it was for."""
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)")
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source("INSERT INTO public.t VALUES (1)")
+    late, once = tmp_path / "python", tmp_path / "once"
+    late.write_text(
+        f"""#!/bin/sh
+        case "$*" in *python_streaming_source_runner*) mkdir {shlex.quote(str(once))} && sleep 12;; esac
+        exec {shlex.quote(sys.executable)} "$@"
+        """
+    )
+    late.chmod(0o700)
+    monkeypatch.setenv("PYSPARK_PYTHON", str(late))
+    outcome = pipeline.run("stream", "--until", "caught-up")
+    assert once.exists()
+    assert "did not come up within ten seconds" in outcome.stderr
+    pipeline.assert_equal()
 
 
 @pytest.mark.spark

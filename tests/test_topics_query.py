@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.job import failure_of
 from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
 from tests.pipelines import SPARK_CONF
+from tests.spark_jvm import local_session
 from tests.test_config import document
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -34,9 +33,7 @@ SOURCE = {
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    session = SparkSession.builder.master("local[1]").config(map={**SPARK_CONF, "spark.log.level": "ERROR"})
-    with session.getOrCreate() as spark:
+    with local_session({**SPARK_CONF, "spark.log.level": "ERROR"}) as spark:
         spark.range(1).selectExpr("id", "'one' AS name").createOrReplaceTempView("names")
         yield spark
 

@@ -55,7 +55,7 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    with _python_chosen(not submitted and runs_locally(pipeline.spark.master)):
+    with python_chosen(not submitted and runs_locally(pipeline.spark.master)):
         spark = _started(pipeline, command, submitted)
         try:
             with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
@@ -69,7 +69,7 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
 
 
 @contextmanager
-def _python_chosen(here: bool) -> Iterator[None]:
+def python_chosen(here: bool) -> Iterator[None]:
     """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
 
     :param here: whether Spark runs on this machine, in a JVM that this process starts.

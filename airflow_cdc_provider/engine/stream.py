@@ -39,6 +39,8 @@ from airflow_cdc_provider.engine.source import Meeting, SourceOptions, postgres_
 log = logging.getLogger(__name__)
 
 _ACKNOWLEDGE_SECONDS = 30.0
+_STARTS = 5
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -203,14 +205,30 @@ class StreamJob:
             meeting=Meeting.of(self._spark, directory),
         )
         self._spark.dataSource.register(postgres_cdc(options))
-        pieces = self._spark.readStream.format("postgres_cdc").load()
-        return (
-            pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
-            .foreachBatch(self._batches)
-            .option("checkpointLocation", self._run.state.new_checkpoint(self._run.epoch))
-            .trigger(processingTime="0 seconds")  # the source waits
-            .start()
-        )
+        for _ in range(_STARTS):
+            pieces = self._spark.readStream.format("postgres_cdc").load()
+            query = (
+                pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
+                .foreachBatch(self._batches)
+                .option("checkpointLocation", self._run.state.new_checkpoint(self._run.epoch))
+                .trigger(processingTime="0 seconds")  # the source waits
+                .start()
+            )
+            if not self._is_late(query):
+                break
+        return query
+
+    def _is_late(self, query: StreamingQuery) -> bool:
+        """Whether the source's process has not come up in the ten seconds that Spark gives it, as on a busy machine.
+
+        Nothing has been read then, so that no failure needs to be counted: the query can begin again.
+        """
+        while query.isActive and query.status["message"].startswith("Initializing") and not self._run.stopping:
+            self._run.wait(_POLL_SECONDS)
+        late = not query.isActive and "Python worker failed to connect back" in str(query.exception())
+        if late:
+            log.warning("the source's process did not come up within ten seconds, which Spark does not wait beyond")
+        return late
 
     def _gate(self, source: Connection) -> SlotState:
         """Look whether the source can still continue; what was seen the time before, it has saved by now.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +12,9 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
 
+from airflow_cdc_provider.engine.config import runs_locally
 from airflow_cdc_provider.engine.errors import SparkUnusable, StreamFailed
-from airflow_cdc_provider.engine.session import DEFAULTS
+from airflow_cdc_provider.engine.session import DEFAULTS, python_chosen
 
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
 
@@ -45,14 +44,14 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     :param conf: for one that is started.
     :raises SparkUnusable: when it does not start, or has no Delta.
     """
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder
     if SparkSession._instantiatedSession is None:
         builder = builder.appName("airflow-cdc")
         for name, value in {**DEFAULTS, **conf}.items():
             builder = builder.config(name, value)
     try:
-        spark = builder.getOrCreate()
+        with python_chosen(runs_locally(conf.get("spark.master", "local"))):
+            spark = builder.getOrCreate()
         found = spark.sparkContext.getConf().get("spark.sql.extensions", "")
     except Exception as e:
         raise SparkUnusable(
