@@ -18,7 +18,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -30,6 +30,7 @@ from airflow_cdc_provider.engine.stage import Stage
 
 _PROPERTY = "airflow_cdc.stage"
 _SOCKET = "stages"
+_STAGED = "staged"
 # It is shipped with each piece of a batch, some of which would not fit into a message to an executor with more.
 _LARGEST = 256 << 10
 
@@ -44,6 +45,7 @@ class Handout:
         self.offers: list[Callable[[], Stage]] = []
         self._handed: dict[str, Stage] = {}
         self._numbers = count()
+        self._hear: dict[str, Callable[[object], None]] = {}
 
     @contextmanager
     def serving(self, directory: str) -> Iterator[None]:
@@ -51,7 +53,10 @@ class Handout:
 
         :param directory: a :func:`.meeting_place`.
         """
-        with closing(Answering(directory, _SOCKET, lambda _: self._hand_out())):
+        with (
+            closing(Answering(directory, _SOCKET, lambda _: self._hand_out())),
+            closing(Answering(directory, _STAGED, self._heard)),
+        ):
             yield
 
     def _hand_out(self) -> list[bytes]:
@@ -64,10 +69,18 @@ class Handout:
             self._handed, pickled = {}, {}
         return [pickle.dumps(pickled)]
 
-    def stage(self, pieces: DataFrame, stage: Stage) -> list[Any]:
+    def _heard(self, told: bytearray) -> list[bytes]:
+        number, message = pickle.loads(told)
+        hear = self._hear.get(number)
+        if hear is not None:
+            hear(pickle.loads(message))
+        return []
+
+    def stage(self, pieces: DataFrame, stage: Stage, hear: Callable[[object], None]) -> list[Any]:
         """Stage a batch.
 
         :param pieces: rows of :class:`.source.PostgresCdcSource`.
+        :param hear: is called with messages while others are still to come, in any thread; perhaps with none.
         :returns: the messages of :class:`.Stage`, one a piece, in no order.
         """
         rows: list[Row] = []
@@ -77,9 +90,11 @@ class Handout:
         if number is not None:
             context = pieces.sparkSession.sparkContext
             context.setLocalProperty(_PROPERTY, number)
+            self._hear[number] = hear
             try:
                 rows = pieces.select("message").collect()
             finally:
+                del self._hear[number]
                 context.setLocalProperty(_PROPERTY, None)  # type: ignore[arg-type]  # removes it
         # Where threads of Python have none of Java's own, tasks may not be told.
         if number is None or any(row.message is None for row in rows):
@@ -95,9 +110,22 @@ def handed_out(directory: str) -> Mapping[str, bytes]:
 
 def chosen(handed: Mapping[str, bytes]) -> Stage | None:
     """The task's side: what the driver goes by, of what was handed out; ``None`` when that is something else."""
-    context = TaskContext.get()
-    number = context.getLocalProperty(_PROPERTY) if context is not None else None
+    number = _number()
     if number is None or number not in handed:
         return None
     stage: Stage = pickle.loads(zlib.decompress(handed[number]))
     return stage
+
+
+def tell(directory: str, message: bytes) -> None:
+    """The task's side: let a driver on this machine know at once what it will read from Spark when all are done.
+
+    :param message: pickled.
+    """
+    with suppress(OSError):  # it has been ended, or asks no more
+        ask(directory, _STAGED, pickle.dumps((_number(), message)))
+
+
+def _number() -> str | None:
+    context = TaskContext.get()
+    return context.getLocalProperty(_PROPERTY) if context is not None else None

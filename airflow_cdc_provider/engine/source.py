@@ -51,7 +51,7 @@ from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.garbage import spare_modules
-from airflow_cdc_provider.engine.handout import chosen, handed_out
+from airflow_cdc_provider.engine.handout import chosen, handed_out, tell
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
 from airflow_cdc_provider.engine.sinks.base import Sink
@@ -278,6 +278,8 @@ class SlotStreamReader(DataSourceStreamReader):
             message = stage.message(row)
             failed = isinstance(message, CdcError)
             row = {"index": row["index"], "message": pickle.dumps(message)}
+            if partition.shelf is not None:
+                tell(partition.shelf, row["message"])
         yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
         if not failed:
             spare_modules()

@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pyspark.sql import DataFrame
 
+from airflow_cdc_provider.engine.ahead import Ahead
 from airflow_cdc_provider.engine.barriers import Barriers
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.catalog import Table
@@ -52,7 +53,7 @@ from airflow_cdc_provider.engine.pgoutput import Relation
 from airflow_cdc_provider.engine.requests import requested
 from airflow_cdc_provider.engine.reread import adopt, insist, read_keys_again, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, RowsNeeded, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.base import Eager, MissingValues, Record, RowsNeeded, StagedPiece, Target
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stage import END, Stage, Unplaced, open_filters
 
@@ -192,7 +193,11 @@ class Units:
 
         :raises _RelationChanged: when nothing was committed, as there are changes in another format.
         """
-        staged = self._stage(pieces, before)
+        with self._ahead(before) as ahead:
+            self._staged_unit(pieces, before, ahead)
+
+    def _staged_unit(self, pieces: DataFrame, before: int | None, ahead: Ahead) -> None:
+        staged = self._stage(pieces, before, ahead)
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
             self._parts += staged
@@ -204,12 +209,12 @@ class Units:
         # Of a batch that was cut, what comes before is committed.
         start = max(Position.from_json(json.loads(unit[0].start)).lsn, self.applied)
         for _ in range(_STAGINGS):
-            if self._commit(start, end.lsn, unit):
+            if self._commit(start, end.lsn, unit, ahead):
                 break
             if self._parts:
                 raise _torn()
             self.run.sink.sweep(self.run.epoch)
-            unit = _numbered(self._stage(pieces, before))
+            unit = _numbered(self._stage(pieces, before, ahead))
         else:
             raise StreamFailed(
                 f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
@@ -241,8 +246,28 @@ class Units:
             before,
         )
 
-    def _stage(self, pieces: DataFrame, before: int | None) -> list[StagedPiece]:
-        messages = self._handout.stage(pieces, self._work(self._since, END if before is None else before))
+    def _ahead(self, before: int | None) -> Ahead:
+        """What applies a unit that is a whole batch, while it is staged, if its pieces and the sink allow that."""
+        run, applied, eager = self.run, self.applied, self.run.sink if isinstance(self.run.sink, Eager) else None
+        held = {target.table.label for target in self.record.targets if has_silent_identity(target.table)}
+        alone = before is None and not self._parts and eager is not None
+
+        def plain(piece: StagedPiece) -> bool:
+            end = Position.from_json(json.loads(piece.end))
+            asked = piece.split_truncates or not held.isdisjoint(staged.label for staged in piece.tables)
+            return alone and not asked and not end.block and end.lsn > applied
+
+        def commit(first: StagedPiece, unit: Iterator[StagedPiece]) -> None:
+            assert eager is not None
+            start, end = (Position.from_json(json.loads(text)).lsn for text in (first.start, first.end))
+            eager.commit_as_staged(run.epoch, max(start, applied), end, unit)
+
+        return Ahead(plain, commit)
+
+    def _stage(self, pieces: DataFrame, before: int | None, ahead: Ahead) -> list[StagedPiece]:
+        messages = self._handout.stage(pieces, self._work(self._since, END if before is None else before), ahead.hear)
+        if not all(isinstance(message, StagedPiece) for message in messages):
+            ahead.call_off()
         misfits = [message for message in messages if isinstance(message, Misfit)]
         if misfits:
             raise _RelationChanged(min(misfits, key=lambda misfit: misfit.commit_lsn))
@@ -251,7 +276,7 @@ class Units:
             self.run.sink.sweep(self.run.epoch)
             for table in unplaced.values():
                 self._read_unplaced(table)
-            return self._stage(pieces, before)
+            return self._stage(pieces, before, ahead)
         for message in messages:
             if isinstance(message, CdcError):
                 raise message
@@ -398,20 +423,22 @@ class Units:
             log.warning("%s", what)
         self.waiting = what
 
-    def _commit(self, start: int, end: int, unit: list[StagedPiece]) -> bool:
+    def _commit(self, start: int, end: int, unit: list[StagedPiece], ahead: Ahead) -> bool:
         """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
         split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
-        if split:
-            for label in sorted(split):
-                self._insist(partial(adopt, self.run, label, self.barriers), label)
-        elif self._identities_hold(unit):
-            try:
+        try:
+            if ahead.commit(unit):
+                return True
+            if split:
+                for label in sorted(split):
+                    self._insist(partial(adopt, self.run, label, self.barriers), label)
+            elif self._identities_hold(unit):
                 self.run.sink.commit(self.run.epoch, start, end, unit)
                 return True
-            except MissingValues as e:
-                changed = self._insist(partial(read_keys_again, self.run, self.record, e.keys, _xids(unit)))
-                for label in changed:  # what has been read stays so, however long these have to wait
-                    self._insist(partial(self._adopt, label, "its definition has changed since"), label)
+        except MissingValues as e:
+            changed = self._insist(partial(read_keys_again, self.run, self.record, e.keys, _xids(unit)))
+            for label in changed:  # what has been read stays so, however long these have to wait
+                self._insist(partial(self._adopt, label, "its definition has changed since"), label)
         self.record = existing_record(self.run.pipeline)
         return False
 

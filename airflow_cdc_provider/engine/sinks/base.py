@@ -201,6 +201,17 @@ class Copyable(Protocol):
         """
 
 
+@runtime_checkable
+class Eager(Protocol):
+    """A sink that can apply a unit while its last pieces are still being staged, see :mod:`.ahead`."""
+
+    def commit_as_staged(self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece]) -> bool:
+        """As :meth:`Sink.commit`, but of pieces that come one by one in the order of their ``index``.
+
+        Others are staged meanwhile. What the iterator raises leaves nothing applied.
+        """
+
+
 class CommitRecord(Protocol):
     """Who keeps the commit record of a pipeline."""
 

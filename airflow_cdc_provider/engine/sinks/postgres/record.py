@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import psycopg2
 from psycopg2 import sql
@@ -77,6 +77,9 @@ COMMIT_SECONDS = 30.0
 """How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
 
 _NAME_BYTES = 63
+_Lock: TypeAlias = Literal["FOR KEY SHARE", "FOR SHARE", "FOR NO KEY UPDATE", "FOR UPDATE"]
+"""Of the epoch's row. Who takes the epoch, or changes a definition, waits for all others. A unit is applied alone, but
+for what is staged meanwhile: a chunk that is read keeps it out."""
 """What the server keeps of an application name."""
 
 T = TypeVar("T")
@@ -329,6 +332,7 @@ class PostgresRecord:
     def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._transaction() as connection:
             self._limit_waiting(connection)
+            rows(connection, "SELECT FROM airflow_cdc.pipelines WHERE pipeline = %s FOR UPDATE", [self.pipeline])
             # By the clock, so that no epoch comes twice: a record that is restored or made anew would count again from
             # where it has been, and a run of then could commit under the epoch of one of now.
             query = (
@@ -426,7 +430,7 @@ class PostgresRecord:
             "End these transactions, or wait for them; then start again. Build indexes with CREATE INDEX CONCURRENTLY.",
         )
 
-    def _fence(self, connection: Connection, epoch: int, lock: Literal["FOR SHARE", "FOR UPDATE"]) -> str:
+    def _fence(self, connection: Connection, epoch: int, lock: _Lock) -> str:
         """Lock the epoch row and return the applied LSN."""
         found = rows(
             connection,

@@ -287,7 +287,7 @@ class PostgresSink(PostgresRecord):
     def fetch(self, epoch: int, name: str, size: int) -> bytearray:
         """See :meth:`.base.Sink.fetch`."""
         with self._transaction() as connection:
-            self._fence(connection, epoch, "FOR SHARE")
+            self._fence(connection, epoch, "FOR KEY SHARE")
             return read_deposit(connection, self._deposit(name), size)
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
@@ -308,7 +308,7 @@ class PostgresSink(PostgresRecord):
             return ()
         staged = []
         with self._transaction() as connection:
-            self._fence(connection, epoch, "FOR SHARE")
+            self._fence(connection, epoch, "FOR KEY SHARE")
             rows(connection, "SET LOCAL synchronous_commit = off")
             targets = self._targets(connection)
             for number, effect in enumerate(effects):
@@ -352,9 +352,19 @@ class PostgresSink(PostgresRecord):
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
         """See :meth:`.base.Sink.commit`."""
+        return self._commit(epoch, start, end, iter(sorted(pieces, key=lambda piece: piece.index)), noted)
+
+    def commit_as_staged(self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece]) -> bool:
+        """See :meth:`.base.Eager.commit_as_staged`."""
+        return self._commit(epoch, start, end, pieces, None)
+
+    def _commit(
+        self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece], noted: Mapping[str, Any] | None
+    ) -> bool:
         failpoint("before-batch-commit")
+        staged: list[Staged] = []
         with self._transaction() as connection:
-            applied = parse_lsn(self._fence(connection, epoch, "FOR UPDATE"))
+            applied = parse_lsn(self._fence(connection, epoch, "FOR NO KEY UPDATE"))
             skip = applied >= end
             if not skip:
                 if start != applied:
@@ -364,8 +374,7 @@ class PostgresSink(PostgresRecord):
                         "Start the pipeline again; it goes on from the applied LSN. If the sink was restored from a"
                         " backup, run `airflow-cdc resnapshot --all`.",
                     )
-                self._check_filters(connection, pieces)
-                self._apply(connection, pieces)
+                staged = self._apply(connection, pieces)
                 rows(
                     connection,
                     "UPDATE airflow_cdc.pipelines SET applied_lsn = %s, updated_at = clock_timestamp()"
@@ -380,26 +389,27 @@ class PostgresSink(PostgresRecord):
                     "DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND keys IS NOT NULL AND high_lsn <= %s",
                     [self.pipeline, format_lsn(end)],
                 )
-            relations: list[sql.Composable] = []
-            for piece in pieces:
-                relations += [
-                    sql.Identifier("airflow_cdc", each.relation) for each in piece.tables if each.relation is not None
-                ]
+            staged += (each for piece in pieces for each in piece.tables)
+            relations = [sql.Identifier("airflow_cdc", each.relation) for each in staged if each.relation is not None]
             for some in _portions(relations):
                 rows(connection, sql.SQL("DROP TABLE {}").format(sql.SQL(", ").join(some)))
             failpoint("in-batch-commit")
         failpoint("after-batch-commit")
         return not skip
 
-    def _apply(self, connection: Connection, pieces: Sequence[StagedPiece]) -> None:
+    def _apply(self, connection: Connection, pieces: Iterator[StagedPiece]) -> list[Staged]:
+        """Apply pieces; return what had been staged for them."""
         targets = self._targets(connection)
         missing: dict[str, set[tuple[str, ...]]] = {}
-        self._check_staged(connection, [staged for piece in pieces for staged in piece.tables])
-        touched = {staged.label for piece in pieces for staged in piece.tables}
-        mirrored = [targets[label] for label in touched if self.mode == "mirror"]
-        keys = TargetKey.of_all(connection, mirrored)
-        statements_of = {label: TableStatements(connection, targets[label], keys.get(label)) for label in touched}
-        for piece in sorted(pieces, key=lambda p: p.index):
+        statements_of: dict[str, TableStatements] = {}
+        all_staged: list[Staged] = []
+        for piece in pieces:
+            self._check_filters(connection, piece.high)
+            self._check_staged(connection, piece.tables)
+            all_staged += piece.tables
+            touched = {staged.label for staged in piece.tables} - set(statements_of)
+            keys = TargetKey.of_all(connection, [targets[label] for label in touched if self.mode == "mirror"])
+            statements_of |= {label: TableStatements(connection, targets[label], keys.get(label)) for label in touched}
             for staged in piece.tables:
                 target, statements = targets[staged.label], statements_of[staged.label]
                 if self.mode == "changelog":
@@ -421,16 +431,16 @@ class PostgresSink(PostgresRecord):
                     statements.apply_mirror(staged)
         if any(missing.values()):
             raise MissingValues({label: frozenset(keys) for label, keys in missing.items() if keys})
+        return all_staged
 
-    def _check_filters(self, connection: Connection, pieces: Sequence[StagedPiece]) -> None:
-        """Rows that were read since the unit was staged hold changes that it would take back."""
+    def _check_filters(self, connection: Connection, high: int) -> None:
+        """Rows that were read since a piece was staged hold changes that it would take back."""
         query = "SELECT source_table FROM airflow_cdc.chunks WHERE pipeline = %s AND high_lsn > %s ORDER BY 1 LIMIT 1"
-        for high in {piece.high for piece in pieces}:
-            for (label,) in rows(connection, query, [self.pipeline, format_lsn(high)]):
-                raise StagingLost(
-                    f"rows of {label} were read again after the unit had been staged",
-                    "Start again: the unit is staged anew, without what has been read.",
-                )
+        for (label,) in rows(connection, query, [self.pipeline, format_lsn(high)]):
+            raise StagingLost(
+                f"rows of {label} were read again after the unit had been staged",
+                "Start again: the unit is staged anew, without what has been read.",
+            )
 
     def _check_staged(self, connection: Connection, unit: Sequence[Staged]) -> None:
         """Unlogged tables are empty after a crash of the target: count before anything is applied."""
