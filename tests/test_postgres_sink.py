@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, LiteralString, get_args
 
 import numpy as np
 import psycopg
@@ -18,19 +18,21 @@ from psycopg.rows import dict_row
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import StagingLost
-from airflow_cdc_provider.engine.sinks.base import Staged, Target
+from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, StagingLost
+from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.sink_contract import (
     LABEL,
+    WHOLE,
     ChangelogContract,
     MirrorContract,
     ProtocolContract,
     SinkUnderTest,
     begin,
+    refuse,
     upsert,
 )
 
@@ -97,17 +99,77 @@ class TestChangelog(ChangelogContract):
     """See :class:`ChangelogContract`."""
 
 
+@pytest.mark.parametrize("lock", ["FOR KEY SHARE", "FOR SHARE", "FOR NO KEY UPDATE"])
 def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
-    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch, lock: LiteralString
 ) -> None:
     """The epoch row is locked by the commit, so taking over waits; a plain SELECT would let both through."""
     begun = begin(store, "mirror")
     monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(store.dsn) as commit:
-        commit.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
+        commit.execute(f"SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' {lock}")
         with pytest.raises(Exception, match="lock timeout"):
             begun.sink.take_epoch("too early")
     assert begun.sink.take_epoch("in time") > begun.epoch
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_a_unit_is_applied_while_the_rest_of_it_is_staged(
+    store: PostgresStore, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody sees it before its end, and a chunk or another run has to wait for it."""
+    begun = begin(store, mode)
+    monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 0.2)
+
+    def pieces() -> Iterator[StagedPiece]:
+        yield begun.piece(begun.put("1", "a", "1.00"))
+        assert begun.rows() == []
+        with pytest.raises(Blocked):
+            begun.copy(WHOLE, ("3", "c", "3.00"))
+        yield begun.piece(begun.put("2", "b", "2.00"), index=1)
+        assert begun.rows() == []
+        assert begun.record.applied == 100
+
+    assert begun.sink.commit_as_staged(begun.epoch, 100, 200, pieces())
+    assert begun.rows() == [("1", "a", "1.00"), ("2", "b", "2.00")]
+    assert begun.record.applied == 200
+    assert begun.store.staged() == 0
+    assert not begun.sink.commit_as_staged(begun.epoch, 100, 200, iter([begun.piece(begun.put("1", "stale", "0.00"))]))
+    assert begun.store.staged() == 0
+
+
+def test_a_unit_that_is_called_off_leaves_nothing_applied(store: PostgresStore) -> None:
+    begun = begin(store, "mirror")
+    piece = begun.piece(begun.put("1", "a", "1.00"))
+
+    def pieces() -> Iterator[StagedPiece]:
+        yield piece
+        refuse()
+
+    with pytest.raises(GateClosed):
+        begun.sink.commit_as_staged(begun.epoch, 100, 200, pieces())
+    assert begun.rows() == []
+    assert begun.record.applied == 100
+    assert begun.sink.commit(begun.epoch, 100, 200, [piece])
+    assert begun.rows() == [("1", "a", "1.00")]
+
+
+def test_a_unit_in_the_midst_of_which_another_run_takes_over_is_not_there(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = begin(store, "mirror")
+    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
+
+    def pieces() -> Iterator[StagedPiece]:
+        yield begun.piece(begun.put("1", "zombie", "1.00"))
+        assert begun.sink.take_epoch("another") > begun.epoch
+        with pytest.raises(Fenced):
+            begun.piece(begun.put("2", "zombie", "2.00"), index=1)
+
+    with pytest.raises(psycopg2.Error, match=r"closed|terminat"):
+        begun.sink.commit_as_staged(begun.epoch, 100, 200, pieces())
+    assert begun.rows() == []
+    assert begun.record.applied == 100
 
 
 def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(

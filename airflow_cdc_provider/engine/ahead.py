@@ -69,7 +69,7 @@ class Ahead:
         :raises Exception: what it failed with.
         """
         with self._changed:
-            heard = not self._called_off and [self._heard.get(i) for i in range(len(unit))] == list(unit)
+            heard = not self._called_off and self._heard == dict(enumerate(unit))
             if heard:
                 self._whole = len(unit)
                 self._changed.notify_all()

@@ -50,6 +50,10 @@ from airflow_cdc_provider.engine.slot import read_slot
 
 _ANSWER_SECONDS = 60.0
 _PATIENCE_SECONDS = 300.0
+# A walsender sends each message by itself, and to be woken for each costs us, and it, more than the message does. While
+# one sleeps, many come.
+_NAP_SECONDS = 0.0005
+_FEW_BYTES = 4096
 _HEADER = 25  # of XLogData: kind, start, end, time
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
 
@@ -209,8 +213,12 @@ class WalReader:
             full = self._buffer.bytes >= self._buffer_bytes
             if full:
                 heard, question = time.monotonic(), None  # who does not listen cannot complain
-            elif self._receive():
-                continue
+            else:
+                held = self._buffer.bytes
+                if self._receive():
+                    continue
+                if 0 < self._buffer.bytes - held < _FEW_BYTES:
+                    time.sleep(_NAP_SECONDS)
             waiting = [self._wake_read] if full else [self._wake_read, socket]
             ready, _, _ = select.select(waiting, [], [], min(1.0, self._status_interval))
             if self._wake_read in ready:

@@ -429,6 +429,7 @@ class PostgresSink(PostgresRecord):
                     missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))
                 with refusals(target):
                     statements.apply_mirror(staged)
+            failpoint("after-piece-applied")
         if any(missing.values()):
             raise MissingValues({label: frozenset(keys) for label, keys in missing.items() if keys})
         return all_staged
