@@ -200,7 +200,7 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
     handout.offers.append(lambda: work)
 
     def stage(pieces: DataFrame, batch: int) -> None:
-        messages = handout.stage(pieces, work, lambda message: None)
+        messages = handout.stage(pieces, work)
         for message in messages:
             if isinstance(message, CdcError):
                 raise message

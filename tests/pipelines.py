@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
 from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.source import SlotStreamReader
+from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
 from tests.class_archive import ARCHIVE, JVM_OPTIONS
 from tests.conftest import Databases
@@ -400,28 +402,17 @@ def copy_chunk_of(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) ->
     return copy_chunk(chunk_task(pipeline, chunk, epoch))
 
 
-class _Collected:
-    """What a data frame of staged pieces is to the stream job."""
-
-    def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
-        self._batches = list(batches)
-
-    def collect(self) -> list[Any]:
-        @dataclass(frozen=True)
-        class Row:
-            message: bytes
-
-        return [Row(message) for batch in self._batches for message in batch.column("message").to_pylist()]
-
-
-class _Pieces:
-    """What a data frame of raw pieces is to the stream job: staging runs here and at once."""
-
-    def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
-        self._batches = batches
-
-    def mapInArrow(self, stage: Callable[..., Iterable[pa.RecordBatch]], schema: str) -> _Collected:
-        return _Collected(stage(iter(self._batches)))
+def _stage_here(
+    pieces: Sequence[pa.RecordBatch], stage: Stage, hear: Callable[[object], None] | None = None
+) -> list[Any]:
+    """Stage one piece after the other, and tell of each, as tasks do."""
+    messages = []
+    for piece in pieces:
+        for staged in stage(iter([piece])):
+            messages += map(pickle.loads, staged.column("message").to_pylist())
+            if hear is not None:
+                hear(messages[-1])
+    return messages
 
 
 def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None:
@@ -442,6 +433,7 @@ def follow_log(
 ) -> None:
     """One attempt of the stream job; with ``until`` ``None`` it goes on until the run is asked to stop."""
     job = StreamJob(None, run, record, report)  # type: ignore[arg-type]
+    job._handout.stage = _stage_here  # type: ignore[assignment,method-assign]
     job._sweep()
     reader = SlotStreamReader(job._source_options())
     try:
@@ -471,7 +463,7 @@ def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | Non
         if end == start:
             return False
         partitions = reader.partitions(start, end)
-        job._batch(_Pieces([batch for partition in partitions for batch in reader.read(partition)]), number)  # type: ignore[arg-type]
+        job._batch([batch for partition in partitions for batch in reader.read(partition)], number)  # type: ignore[arg-type]
         start, number = end, number + 1
         return False
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.ahead import Ahead
 from airflow_cdc_provider.engine.errors import StagingLost
 from airflow_cdc_provider.engine.lsn import format_lsn
@@ -25,7 +27,8 @@ class Tables:
         self.fails_at = fails_at
         self.rows: list[int] = []
         self.applied = threading.Semaphore(0)
-        self.committed = False
+        self.committed = threading.Event()
+        self.before_the_last: Callable[[], None] = lambda: None
 
     def commit(self, first: StagedPiece, unit: Iterator[StagedPiece]) -> None:
         assert first is UNIT[0]
@@ -33,12 +36,14 @@ class Tables:
             for piece in unit:
                 if piece.index == self.fails_at:
                     raise StagingLost("its rows are gone", "Start again.")
+                if piece is UNIT[-1]:
+                    self.before_the_last()
                 self.rows.append(piece.index)
                 self.applied.release()
         except BaseException:
             self.rows.clear()
             raise
-        self.committed = True
+        self.committed.set()
 
     def await_rows(self, count: int) -> None:
         for _ in range(count):
@@ -60,9 +65,9 @@ def test_pieces_are_applied_in_order_as_they_come(tables: Tables) -> None:
         assert tables.rows == [0, 1, 2]
         ahead.hear(UNIT[3])
         tables.await_rows(1)
-        assert not tables.committed, "before it is known that there are no more"
+        assert not tables.committed.wait(0.2), "before it is known that there are no more"
         assert ahead.commit(UNIT)
-        assert tables.committed
+        assert tables.committed.is_set()
     assert tables.rows == [0, 1, 2, 3]
 
 
@@ -76,7 +81,7 @@ def test_pieces_are_applied_in_order_as_they_come(tables: Tables) -> None:
         ([*UNIT[:3], "no piece"], UNIT),
         (["no piece", *UNIT], UNIT),
         # The task of the second piece was tried again: what it had staged first is not the unit's.
-        (UNIT, [UNIT[0], StagedPiece("0/64", "0/C8", 1, 2, b"", (), frozenset(), 0), *UNIT[2:]]),
+        (UNIT, [UNIT[0], replace(UNIT[1], changes=2), *UNIT[2:]]),
     ],
 )
 def test_a_unit_of_which_something_else_was_heard_is_committed_otherwise(
@@ -86,8 +91,48 @@ def test_a_unit_of_which_something_else_was_heard_is_committed_otherwise(
         for message in heard:
             ahead.hear(message)
         assert not ahead.commit(unit)
-        assert not tables.committed
+        assert not tables.committed.is_set()
         assert tables.rows == []
+
+
+def test_what_is_staged_twice_is_not_taken_for_what_was_applied(tables: Tables) -> None:
+    again = replace(UNIT[0], changes=2)
+    with Ahead(lambda _: True, tables.commit) as ahead:
+        ahead.hear(UNIT[0])
+        tables.await_rows(1)
+        for piece in (again, *UNIT[1:]):
+            ahead.hear(piece)
+        assert not ahead.commit([again, *UNIT[1:]])
+    assert tables.rows == []
+
+
+def test_what_is_heard_too_late_changes_nothing(tables: Tables) -> None:
+    """A task that was in vain tells of it while the unit is being committed."""
+    with Ahead(lambda _: True, tables.commit) as ahead:
+
+        def tell_late() -> None:
+            assert await_condition(lambda: ahead._whole is not None, 60)
+            ahead.hear("no piece")
+
+        tables.before_the_last = tell_late
+        for piece in UNIT:
+            ahead.hear(piece)
+        assert ahead.commit(UNIT)
+    assert tables.committed.is_set()
+    assert tables.rows == [0, 1, 2, 3]
+
+
+def test_a_piece_that_does_not_come_is_not_waited_for_long(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task may wait for whoever waits for the transaction."""
+    monkeypatch.setattr("airflow_cdc_provider.engine.ahead._PATIENCE_SECONDS", 0.2)
+    with Ahead(lambda _: True, tables.commit) as ahead:
+        ahead.hear(UNIT[0])
+        tables.await_rows(1)
+        assert await_condition(lambda: not tables.rows, 60)
+        for piece in UNIT[1:]:
+            ahead.hear(piece)
+        assert not ahead.commit(UNIT)
+    assert not tables.committed.is_set()
 
 
 def test_a_piece_of_which_more_is_to_be_asked_calls_it_off(tables: Tables) -> None:
@@ -97,7 +142,7 @@ def test_a_piece_of_which_more_is_to_be_asked_calls_it_off(tables: Tables) -> No
         for piece in UNIT[1:]:
             ahead.hear(piece)
         assert not ahead.commit(UNIT)
-    assert not tables.committed
+    assert not tables.committed.is_set()
     assert tables.rows == []
 
 
@@ -111,7 +156,7 @@ def test_what_it_failed_with_is_told_where_it_would_have_been_committed() -> Non
         for piece in UNIT:  # staged anew, for what the error asks for
             ahead.hear(piece)
         assert not ahead.commit(UNIT)
-    assert not tables.committed
+    assert not tables.committed.is_set()
 
 
 def test_a_unit_that_is_left_is_taken_back(tables: Tables) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from pyspark.sql.classic.dataframe import DataFrame
 
 from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.sinks.base import StagedPiece
+from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sockets import Answering, ask, meeting_place
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -56,11 +59,21 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
         return map_in_arrow(self, function, schema)
 
     monkeypatch.setattr(DataFrame, "mapInArrow", counted)
+    ahead: list[int] = []
+    commit_as_staged = PostgresSink.commit_as_staged
+
+    def noted(sink: PostgresSink, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece]) -> bool:
+        committed = commit_as_staged(sink, epoch, start, end, pieces)
+        ahead.append(end)
+        return committed
+
+    monkeypatch.setattr(PostgresSink, "commit_as_staged", noted)
     if not told:
         monkeypatch.setattr(SparkContext, "setLocalProperty", lambda *_: None)
     commands.stream(pipeline.pipeline, until="caught-up")
     assert bool(behind) == (changes != "rows" or not told)
     pipeline.assert_equal()
+    assert bool(ahead) == told, "units are applied while they are staged, if tasks can tell of it"
     seen = "".join(path.read_text() for path in events.rglob("*") if path.is_file())
     found = {json.loads(value) for value in re.findall(r'"airflow_cdc\.stage":("[^"]*")', seen)}
     assert bool(found) == told

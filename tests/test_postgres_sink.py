@@ -17,6 +17,7 @@ import pytest
 from psycopg.rows import dict_row
 
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine.ahead import Ahead
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, StagingLost
 from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
@@ -152,6 +153,35 @@ def test_a_unit_that_is_called_off_leaves_nothing_applied(store: PostgresStore) 
     assert begun.record.applied == 100
     assert begun.sink.commit(begun.epoch, 100, 200, [piece])
     assert begun.rows() == [("1", "a", "1.00")]
+
+
+def test_a_unit_for_which_others_wait_does_not_wait_for_them(store: PostgresStore) -> None:
+    """Who alters the target waits for the unit, and to stage its next piece, whoever does that waits behind them."""
+    begun = begin(store, "mirror")
+    pieces = [begun.piece(begun.put("1", "a", "1.00"))]
+    waiting = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
+
+    def commit(_: StagedPiece, unit: Iterator[StagedPiece]) -> None:
+        begun.sink.commit_as_staged(begun.epoch, 100, 200, unit)
+
+    with (
+        psycopg.connect(store.dsn, autocommit=True) as watch,
+        ThreadPoolExecutor(2) as pool,
+        Ahead(lambda _: True, commit) as ahead,
+    ):
+        ahead.hear(pieces[0])
+        applied = "SELECT FROM pg_locks WHERE relation = 'copy.\"Ord ers\"'::regclass AND mode = 'RowExclusiveLock'"
+        assert await_condition(lambda: watch.execute(applied).fetchone() is not None, 60)
+        altering = pool.submit(store.query, 'ALTER TABLE copy."Ord ers" ADD COLUMN theirs int')
+        assert await_condition(lambda: watch.execute(waiting, ["ALTER%"]).fetchone() is not None, 60)
+        staging = pool.submit(lambda: begun.piece(begun.put("2", "b", "2.00"), index=1))
+        pieces.append(staging.result(60))
+        altering.result(60)
+        ahead.hear(pieces[1])
+        assert not ahead.commit(pieces)
+    assert begun.rows() == []
+    assert begun.sink.commit(begun.epoch, 100, 200, pieces)
+    assert begun.rows() == [("1", "a", "1.00"), ("2", "b", "2.00")]
 
 
 def test_a_unit_in_the_midst_of_which_another_run_takes_over_is_not_there(

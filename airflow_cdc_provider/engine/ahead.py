@@ -3,7 +3,10 @@
 Its pieces are staged on all cores, and then brought into their tables in order, on one. A sink that takes them one by
 one (:class:`.base.Eager`) begins with the first while the others are staged, in the transaction that is committed once
 all are. So it is done with a unit of which nothing else is to be asked. What turns out to be none is taken back, and
-committed as it is when all of it is known.
+committed when all of it is known.
+
+Staging may have to wait for what the transaction has locked: whoever alters a target table waits for the transaction,
+and whoever reads its columns, to stage a piece, behind them. So the wait for a piece has an end.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from itertools import count
 from typing import Self
 
 from airflow_cdc_provider.engine.sinks.base import StagedPiece
+
+_PATIENCE_SECONDS = 5.0
 
 
 class _CalledOffError(Exception):
@@ -40,6 +45,7 @@ class Ahead:
         self._whole: int | None = None
         self._called_off = False
         self._thread: threading.Thread | None = None
+        self._committed = False
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -51,10 +57,11 @@ class Ahead:
     def hear(self, message: object) -> None:
         """Learn what a task has to say of its piece; in any thread, and in any order."""
         with self._changed:
-            if self._called_off:
+            if self._called_off or self._whole is not None:
                 return
             if isinstance(message, StagedPiece) and self._plain(message):
-                self._heard[message.index] = message
+                # One that a task stages again may have been applied by now: what it returns is not what was heard.
+                self._heard.setdefault(message.index, message)
                 if self._thread is None and 0 in self._heard:
                     self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
                     self._thread.start()
@@ -80,7 +87,7 @@ class Ahead:
         self._called_off = True  # what is staged in place of it is another unit
         if self._failure is not None:
             raise self._failure
-        return True
+        return self._committed
 
     def call_off(self) -> None:
         """Take back what has been applied, unless it is committed: afterwards the sink holds no lock of it."""
@@ -94,6 +101,7 @@ class Ahead:
         try:
             with suppress(_CalledOffError):
                 self._commit(self._heard[0], self._pieces())
+                self._committed = True
         except BaseException as e:
             self._failure = e
 
@@ -107,7 +115,10 @@ class Ahead:
     def _next(self, index: int) -> StagedPiece | None:
         """Wait for a piece; ``None`` when the unit has no more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._called_off or index in self._heard or index == self._whole)
-            if self._called_off:
+            known = self._changed.wait_for(
+                lambda: self._called_off or index in self._heard or index == self._whole, _PATIENCE_SECONDS
+            )
+            if self._called_off or not known:
+                self._called_off = True
                 raise _CalledOffError
             return None if index == self._whole else self._heard[index]

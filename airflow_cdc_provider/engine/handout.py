@@ -9,6 +9,8 @@ Until the batch is staged, that may have changed: a request has tables read agai
 changes. The driver says by a local property of its thread, which Spark hands to tasks, which of the answers it goes
 by. A task that has no such answer returns the raw piece, and that is staged behind the read.
 
+Tasks on the driver's machine also tell it at once that a piece is staged; Spark tells of all of them at the end.
+
 The work holds addresses with passwords, and keys, which are data. Local properties show up in event logs, and files
 outlive a driver that is killed; so it goes through a socket.
 """
@@ -29,8 +31,8 @@ from airflow_cdc_provider.engine.sockets import Answering, ask
 from airflow_cdc_provider.engine.stage import Stage
 
 _PROPERTY = "airflow_cdc.stage"
-_SOCKET = "stages"
-_STAGED = "staged"
+_OFFERS = "offers"
+_TOLD = "told"
 # It is shipped with each piece of a batch, some of which would not fit into a message to an executor with more.
 _LARGEST = 256 << 10
 
@@ -45,7 +47,7 @@ class Handout:
         self.offers: list[Callable[[], Stage]] = []
         self._handed: dict[str, Stage] = {}
         self._numbers = count()
-        self._hear: dict[str, Callable[[object], None]] = {}
+        self._listeners: dict[str, Callable[[object], None]] = {}
 
     @contextmanager
     def serving(self, directory: str) -> Iterator[None]:
@@ -54,8 +56,8 @@ class Handout:
         :param directory: a :func:`.meeting_place`.
         """
         with (
-            closing(Answering(directory, _SOCKET, lambda _: self._hand_out())),
-            closing(Answering(directory, _STAGED, self._heard)),
+            closing(Answering(directory, _OFFERS, lambda _: self._hand_out())),
+            closing(Answering(directory, _TOLD, self._pass_on)),
         ):
             yield
 
@@ -69,14 +71,14 @@ class Handout:
             self._handed, pickled = {}, {}
         return [pickle.dumps(pickled)]
 
-    def _heard(self, told: bytearray) -> list[bytes]:
+    def _pass_on(self, told: bytearray) -> list[bytes]:
         number, message = pickle.loads(told)
-        hear = self._hear.get(number)
-        if hear is not None:
-            hear(pickle.loads(message))
+        listener = self._listeners.get(number)
+        if listener is not None:
+            listener(pickle.loads(message))
         return []
 
-    def stage(self, pieces: DataFrame, stage: Stage, hear: Callable[[object], None]) -> list[Any]:
+    def stage(self, pieces: DataFrame, stage: Stage, hear: Callable[[object], None] | None = None) -> list[Any]:
         """Stage a batch.
 
         :param pieces: rows of :class:`.source.PostgresCdcSource`.
@@ -90,11 +92,12 @@ class Handout:
         if number is not None:
             context = pieces.sparkSession.sparkContext
             context.setLocalProperty(_PROPERTY, number)
-            self._hear[number] = hear
+            if hear is not None:
+                self._listeners[number] = hear
             try:
                 rows = pieces.select("message").collect()
             finally:
-                del self._hear[number]
+                self._listeners.pop(number, None)
                 context.setLocalProperty(_PROPERTY, None)  # type: ignore[arg-type]  # removes it
         # Where threads of Python have none of Java's own, tasks may not be told.
         if number is None or any(row.message is None for row in rows):
@@ -104,7 +107,7 @@ class Handout:
 
 def handed_out(directory: str) -> Mapping[str, bytes]:
     """The reader's side: what the driver hands out for the next batch, to be shipped with its pieces."""
-    handed: Mapping[str, bytes] = pickle.loads(ask(directory, _SOCKET))
+    handed: Mapping[str, bytes] = pickle.loads(ask(directory, _OFFERS))
     return handed
 
 
@@ -123,7 +126,7 @@ def tell(directory: str, message: bytes) -> None:
     :param message: pickled.
     """
     with suppress(OSError):  # it has been ended, or asks no more
-        ask(directory, _STAGED, pickle.dumps((_number(), message)))
+        ask(directory, _TOLD, pickle.dumps((_number(), message)))
 
 
 def _number() -> str | None:

@@ -55,7 +55,7 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    with python_chosen(not submitted and runs_locally(pipeline.spark.master)):
+    with python_chosen(runs_locally(pipeline.spark.master)):
         spark = _started(pipeline, command, submitted)
         try:
             with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
@@ -72,14 +72,18 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
 def python_chosen(here: bool) -> Iterator[None]:
     """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
 
-    :param here: whether Spark runs on this machine, in a JVM that this process starts.
+    :param here: whether Spark runs on this machine, if this process starts its JVM.
     """
     if "PYSPARK_PYTHON" in os.environ:
         yield
         return
     # A JVM that runs already has the environment of its start, in which the Python may not be named.
     gateway = SparkContext._gateway
-    told = gateway is None or gateway.jvm.System.getenv(VARIABLE) == sys.executable
+    told = (
+        "PYSPARK_GATEWAY_PORT" not in os.environ
+        if gateway is None
+        else gateway.jvm.System.getenv(VARIABLE) == sys.executable
+    )
     chosen = python_for_spark() if here and told else {"PYSPARK_PYTHON": sys.executable}
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)

@@ -214,16 +214,21 @@ class StreamJob:
                 .trigger(processingTime="0 seconds")  # the source waits
                 .start()
             )
-            if not self._is_late(query):
+            with contextlib.ExitStack() as failing:
+                failing.callback(query.stop)
+                late = self._comes_late(query)
+                failing.pop_all()
+            if not late:
                 break
         return query
 
-    def _is_late(self, query: StreamingQuery) -> bool:
-        """Whether the source's process has not come up in the ten seconds that Spark gives it, as on a busy machine.
+    def _comes_late(self, query: StreamingQuery) -> bool:
+        """Wait for the source's process; on a busy machine it may not come up in the ten seconds that Spark gives it.
 
         Nothing has been read then, so that no failure needs to be counted: the query can begin again.
         """
         while query.isActive and query.status["message"].startswith("Initializing") and not self._run.stopping:
+            self._run.check()
             self._run.wait(_POLL_SECONDS)
         late = not query.isActive and "Python worker failed to connect back" in str(query.exception())
         if late:

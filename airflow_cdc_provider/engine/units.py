@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -119,6 +120,7 @@ class Units:
         self.run = run
         self.barriers = Barriers()
         self._handout = handout
+        self._plain = True
         self._parts: list[StagedPiece] = []
         self._since = 0
         self._catalog = ""
@@ -193,10 +195,10 @@ class Units:
 
         :raises _RelationChanged: when nothing was committed, as there are changes in another format.
         """
-        with self._ahead(before) as ahead:
-            self._staged_unit(pieces, before, ahead)
+        with self._ahead(before) or nullcontext() as ahead:
+            self._stage_and_commit(pieces, before, ahead)
 
-    def _staged_unit(self, pieces: DataFrame, before: int | None, ahead: Ahead) -> None:
+    def _stage_and_commit(self, pieces: DataFrame, before: int | None, ahead: Ahead | None) -> None:
         staged = self._stage(pieces, before, ahead)
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
@@ -246,27 +248,36 @@ class Units:
             before,
         )
 
-    def _ahead(self, before: int | None) -> Ahead:
-        """What applies a unit that is a whole batch, while it is staged, if its pieces and the sink allow that."""
-        run, applied, eager = self.run, self.applied, self.run.sink if isinstance(self.run.sink, Eager) else None
-        held = {target.table.label for target in self.record.targets if has_silent_identity(target.table)}
-        alone = before is None and not self._parts and eager is not None
+    def _ahead(self, before: int | None) -> Ahead | None:
+        """What applies a unit while it is staged: that of a whole batch, if the sink can, and the one before let it."""
+        run, sink, applied = self.run, self.run.sink, self.applied
+        if before is not None or self._parts or not isinstance(sink, Eager):
+            return None
+        watched = {target.table.label for target in self._watched()}
+        tried, self._plain = self._plain, True
 
         def plain(piece: StagedPiece) -> bool:
             end = Position.from_json(json.loads(piece.end))
-            asked = piece.split_truncates or not held.isdisjoint(staged.label for staged in piece.tables)
-            return alone and not asked and not end.block and end.lsn > applied
+            more = piece.split_truncates or not watched.isdisjoint(staged.label for staged in piece.tables)
+            self._plain = self._plain and not more and not end.block
+            return tried and self._plain and end.lsn > applied
 
         def commit(first: StagedPiece, unit: Iterator[StagedPiece]) -> None:
-            assert eager is not None
             start, end = (Position.from_json(json.loads(text)).lsn for text in (first.start, first.end))
-            eager.commit_as_staged(run.epoch, max(start, applied), end, unit)
+            sink.commit_as_staged(run.epoch, max(start, applied), end, unit)
 
         return Ahead(plain, commit)
 
-    def _stage(self, pieces: DataFrame, before: int | None, ahead: Ahead) -> list[StagedPiece]:
-        messages = self._handout.stage(pieces, self._work(self._since, END if before is None else before), ahead.hear)
-        if not all(isinstance(message, StagedPiece) for message in messages):
+    def _watched(self) -> list[Target]:
+        """The targets of whose source the catalog has to be asked before a unit is applied."""
+        if self.run.pipeline.sink.mode == "changelog":
+            return []
+        return [target for target in self.record.targets if has_silent_identity(target.table)]
+
+    def _stage(self, pieces: DataFrame, before: int | None, ahead: Ahead | None) -> list[StagedPiece]:
+        work = self._work(self._since, END if before is None else before)
+        messages = self._handout.stage(pieces, work, ahead.hear if ahead is not None else None)
+        if ahead is not None and not all(isinstance(message, StagedPiece) for message in messages):
             ahead.call_off()
         misfits = [message for message in messages if isinstance(message, Misfit)]
         if misfits:
@@ -423,11 +434,11 @@ class Units:
             log.warning("%s", what)
         self.waiting = what
 
-    def _commit(self, start: int, end: int, unit: list[StagedPiece], ahead: Ahead) -> bool:
+    def _commit(self, start: int, end: int, unit: list[StagedPiece], ahead: Ahead | None) -> bool:
         """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
         split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
         try:
-            if ahead.commit(unit):
+            if ahead is not None and ahead.commit(unit):
                 return True
             if split:
                 for label in sorted(split):
@@ -451,9 +462,8 @@ class Units:
         :raises CannotFollow: when the key is made of other columns, or the table is gone.
         """
         touched = {staged.label for piece in unit for staged in piece.tables}
-        targets = (target for target in self.record.targets if target.table.label in touched)
-        watched = [target for target in targets if has_silent_identity(target.table)]
-        if not watched or self.run.pipeline.sink.mode == "changelog":
+        watched = [target for target in self._watched() if target.table.label in touched]
+        if not watched:
             return True
         found = self._insist(self._look_anew)
         held = True

@@ -48,7 +48,9 @@ def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypat
 
     def take_over(reader: SnapshotReader) -> Watermark:
         thread.start()
-        await_waiting(pipeline.databases.target, "wait_event_type = 'Lock' AND query LIKE 'UPDATE airflow_cdc.pipe%'")
+        await_waiting(
+            pipeline.databases.target, "wait_event_type = 'Lock' AND query LIKE '%airflow_cdc.pipelines%FOR UPDATE'"
+        )
         return finish(reader)
 
     monkeypatch.setattr(SnapshotReader, "finish", take_over)

@@ -76,10 +76,11 @@ LOCK_SECONDS = 60.0
 COMMIT_SECONDS = 30.0
 """How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
 
-_NAME_BYTES = 63
 _Lock: TypeAlias = Literal["FOR KEY SHARE", "FOR SHARE", "FOR NO KEY UPDATE", "FOR UPDATE"]
-"""Of the epoch's row. Who takes the epoch, or changes a definition, waits for all others. A unit is applied alone, but
-for what is staged meanwhile: a chunk that is read keeps it out."""
+"""Of the epoch's row. ``KEY SHARE``: a piece is staged, or fetched. ``SHARE``: a chunk, a deposit, a sweep, what is
+done beside the sink. ``NO KEY UPDATE``: a unit, which keeps these out and lets pieces be staged. ``UPDATE``: whoever
+takes the epoch, reads again or changes a definition."""
+_NAME_BYTES = 63
 """What the server keeps of an application name."""
 
 T = TypeVar("T")
@@ -332,6 +333,7 @@ class PostgresRecord:
     def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._transaction() as connection:
             self._limit_waiting(connection)
+            # UPDATE, of columns that are no key, would not wait for pieces that are being staged.
             rows(connection, "SELECT FROM airflow_cdc.pipelines WHERE pipeline = %s FOR UPDATE", [self.pipeline])
             # By the clock, so that no epoch comes twice: a record that is restored or made anew would count again from
             # where it has been, and a run of then could commit under the epoch of one of now.

@@ -2,8 +2,8 @@
 
 The commit record and the staging tables stand in the schema ``airflow_cdc`` of the
 target database. Executors write the effects of a piece by COPY into unlogged
-staging tables of their own; the driver then applies all pieces of a unit, checks
-the epoch, and records the unit, in one transaction. Chunks are committed by the
+staging tables of their own; the driver checks the epoch, applies all pieces of a
+unit, while others are being staged, and records the unit, in one transaction. Chunks are committed by the
 task that read them: rows, watermark and epoch check are one transaction too.
 """
 
@@ -389,7 +389,7 @@ class PostgresSink(PostgresRecord):
                     "DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND keys IS NOT NULL AND high_lsn <= %s",
                     [self.pipeline, format_lsn(end)],
                 )
-            staged += (each for piece in pieces for each in piece.tables)
+            staged += (each for piece in pieces for each in piece.tables)  # of a unit that is skipped
             relations = [sql.Identifier("airflow_cdc", each.relation) for each in staged if each.relation is not None]
             for some in _portions(relations):
                 rows(connection, sql.SQL("DROP TABLE {}").format(sql.SQL(", ").join(some)))
@@ -443,9 +443,9 @@ class PostgresSink(PostgresRecord):
                 "Start again: the unit is staged anew, without what has been read.",
             )
 
-    def _check_staged(self, connection: Connection, unit: Sequence[Staged]) -> None:
-        """Unlogged tables are empty after a crash of the target: count before anything is applied."""
-        for some in _portions([staged for staged in unit if staged.relation is not None]):
+    def _check_staged(self, connection: Connection, piece: Sequence[Staged]) -> None:
+        """Unlogged tables are empty after a crash of the target: count before a piece is applied."""
+        for some in _portions([staged for staged in piece if staged.relation is not None]):
             names = [sql.Identifier("airflow_cdc", str(staged.relation)).as_string(connection) for staged in some]
             query = (
                 "SELECT to_regclass(name) IS NOT NULL FROM unnest(%s::text[]) WITH ORDINALITY AS u (name, n) ORDER BY n"
