@@ -51,7 +51,8 @@ from airflow_cdc_provider.engine.slot import read_slot
 _ANSWER_SECONDS = 60.0
 _PATIENCE_SECONDS = 300.0
 # A walsender sends each message by itself, and to be woken for each costs us, and it, more than the message does. While
-# one sleeps, many come.
+# one sleeps, many come. Who oversleeps has to share a core, and is woken for many at a time anyway.
+_AWAKE_SECONDS = 0.1
 _NAP_SECONDS = 0.0005
 _FEW_BYTES = 4096
 _HEADER = 25  # of XLogData: kind, start, end, time
@@ -197,7 +198,7 @@ class WalReader:
     def _read(self) -> None:
         connection, socket = self._connection, self._connection.socket
         sent_at, sent = 0.0, 0
-        heard = asked = time.monotonic()
+        heard = asked = awake_until = time.monotonic()
         question: _Question | None = None
         while not self._closing:
             now = time.monotonic()
@@ -217,8 +218,10 @@ class WalReader:
                 held = self._buffer.bytes
                 if self._receive():
                     continue
-                if 0 < self._buffer.bytes - held < _FEW_BYTES:
+                if 0 < self._buffer.bytes - held < _FEW_BYTES and now >= awake_until:
                     time.sleep(_NAP_SECONDS)
+                    if time.monotonic() - now > 2 * _NAP_SECONDS:
+                        awake_until = now + _AWAKE_SECONDS
             waiting = [self._wake_read] if full else [self._wake_read, socket]
             ready, _, _ = select.select(waiting, [], [], min(1.0, self._status_interval))
             if self._wake_read in ready:
