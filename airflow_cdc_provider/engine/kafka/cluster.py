@@ -174,6 +174,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ConnectionFailed(f"topic {missing[0]} on {self.brokers} was made, and is not there", _LOOK_AGAIN)
             self._make([NewTopic(name, partitions, replicas, config=dict(config)) for name in missing])
+            time.sleep(_LOOK_SECONDS)  # another broker may be asked next, which has yet to hear of it
 
     def _make(self, topics: list[NewTopic]) -> None:
         """Make topics; one that is there was made, or is being removed, this moment."""
@@ -183,7 +184,6 @@ class Cluster:
                 _unless((KafkaError.TOPIC_ALREADY_EXISTS,), each)
 
         self._ask(f"{named([topic.topic for topic in topics])} cannot be made", ask)
-        time.sleep(_LOOK_SECONDS)
 
     def remove(self, name: str) -> None:
         """Remove a topic if it is there."""
@@ -196,6 +196,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ConnectionFailed(f"the topic {name} on {self.brokers} was removed, and is there", _LOOK_AGAIN)
             self._ask(f"topic {name} cannot be removed", ask)
+            time.sleep(_LOOK_SECONDS)
 
     def truncate(self, topic: str, before: Mapping[int, int]) -> None:
         """Remove messages of a topic from its front.
