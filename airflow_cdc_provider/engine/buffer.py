@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -27,6 +30,8 @@ EPOCH_2000 = 946_684_800_000_000
 
 _BEGIN, _COMMIT, _RELATION, _MESSAGE, _TRUNCATE = b"BCRMT"
 _ROWS = frozenset(b"IUD")
+# Fewer rows in a run are not worth the trouble.
+_RUN, _TAG = re.compile(rb"[IUD]{8,}"), itemgetter(0)
 # A commit record lists subtransactions, dropped files and invalidations; its size is limited to a gigabyte.
 _LONGEST_COMMIT = 1 << 31
 _MARKER = MESSAGE_PREFIX.encode() + b"\0"
@@ -110,6 +115,38 @@ class Buffer:
         self._committed: _Mark | None = None
         self._committed_lsn = 0
         self._committed_relations = relations
+
+    def extend(self, messages: Sequence[bytes | memoryview]) -> None:
+        """Add messages as :meth:`add` does, but runs of rows at once; none may be empty.
+
+        :raises ProtocolError: also when one is cut short.
+        """
+        done = 0
+        for run in _RUN.finditer(bytes(map(_TAG, messages))):
+            self._add_each(messages[done : run.start()])
+            self._add_rows(messages[run.start() : run.end()])
+            done = run.end()
+        self._add_each(messages[done:])
+
+    def _add_each(self, messages: Sequence[bytes | memoryview]) -> None:
+        for message in messages:
+            try:
+                self.add(message)
+            except struct.error:
+                raise malformed(message) from None
+
+    def _add_rows(self, messages: Sequence[bytes | memoryview]) -> None:
+        lengths = list(map(len, messages))
+        size = sum(lengths)
+        if self._size + size >= self._block_bytes:  # a block ends somewhere among them
+            self._add_each(messages)
+            return
+        self._data.write(b"".join(messages))
+        self._lengths += lengths
+        self._size += size
+        self.bytes += size
+        self._content = True
+        self._rows += len(messages)
 
     def add(self, message: bytes | memoryview) -> None:
         """Add one pgoutput message, without the header of XLogData; it is copied.
@@ -255,3 +292,11 @@ class Buffer:
         """Forget blocks up to ``end``, which Spark has committed."""
         while self._blocks and self._blocks[0].end <= end:
             self.bytes -= self._blocks.popleft().size
+
+
+def malformed(message: bytes | memoryview) -> ProtocolError:
+    """What is raised for a message that is none."""
+    return ProtocolError(
+        f"a message of {len(message)} bytes, {bytes(message[:60])!r}, is not what the protocol allows",
+        "Start the stream again; it goes on from the last commit.",
+    )

@@ -3,10 +3,15 @@
 Spark starts the processes that work for it, so that they have no pipe to each other. They meet at Unix sockets in a
 directory that only this user can enter; the driver makes it, and removes it at the end. A connection carries one
 question and one answer, each behind its length.
+
+Through a socket a piece of the log would come in dozens of portions, for each of which the thread that answers has to
+wait its turn beside the one that reads the log. So an answer is written to memory that has no name, and the socket
+passes the file, which the other process maps; where the system has no such memory, the socket passes the bytes.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import struct
@@ -17,6 +22,7 @@ from contextlib import contextmanager, suppress
 
 _Bytes = bytes | bytearray | memoryview
 _LENGTH = struct.Struct("<Q")
+_MAPPED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once are cheaper than one by one
 _LONG = 60  # a socket's path has at most 108 bytes, on some systems fewer
 
 
@@ -66,10 +72,10 @@ class Answering:
                         continue
                     answer = self._answer(question)
                     with suppress(ConnectionError):  # whoever asked has been ended
-                        _send(connection, *answer)
+                        _give(connection, answer)
 
 
-def ask(directory: str, name: str, question: bytes = b"") -> bytearray:
+def ask(directory: str, name: str, question: bytes = b"") -> memoryview:
     """Ask the process that answers by a name.
 
     :raises OSError: when there is none, or it ends before it has answered.
@@ -77,7 +83,30 @@ def ask(directory: str, name: str, question: bytes = b"") -> bytearray:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(os.path.join(directory, name))
         _send(client, question)
-        return _receive(client)
+        return _take(client)
+
+
+def _give(connection: socket.socket, answer: Sequence[_Bytes]) -> None:
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("airflow-cdc"), "wb") as file:
+            file.writelines(answer)
+            file.flush()
+            socket.send_fds(connection, [_LENGTH.pack(file.tell())], [file.fileno()])
+    else:
+        _send(connection, *answer)
+
+
+def _take(connection: socket.socket) -> memoryview:
+    header, files, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
+    if len(header) < _LENGTH.size:
+        raise ConnectionResetError("no answer came")
+    (length,) = _LENGTH.unpack(header)
+    if not files:
+        return memoryview(_exactly(connection, length))
+    try:
+        return memoryview(mmap.mmap(files[0], length, _MAPPED, mmap.PROT_READ) if length else b"")
+    finally:
+        os.close(files[0])
 
 
 def _send(connection: socket.socket, *parts: _Bytes) -> None:

@@ -23,13 +23,15 @@ import select
 import struct
 import threading
 import time
+from collections.abc import Sequence
+from operator import itemgetter
 
 import psycopg
 import psycopg2.extensions
 from psycopg import pq
 from psycopg.pq.abc import PGconn, PGresult
 
-from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position
+from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position, malformed
 from airflow_cdc_provider.engine.connection import (
     CONNECT_TIMEOUT,
     NO_TRANSACTION_TIMEOUT,
@@ -41,7 +43,7 @@ from airflow_cdc_provider.engine.connection import (
     session_dsn,
 )
 from airflow_cdc_provider.engine.drivers import exceeds_limit
-from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, ProtocolError, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, StreamFailed
 from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
@@ -55,7 +57,10 @@ _PATIENCE_SECONDS = 300.0
 _AWAKE_SECONDS = 0.1
 _NAP_SECONDS = 0.0005
 _FEW_BYTES = 4096
-_HEADER = 25  # of XLogData: kind, start, end, time
+_CHANGE, _KEEPALIVE = b"wk"
+_HEADER, _KEEPALIVE_BYTES = 25, 18  # of XLogData: kind, start, end, time; of a keepalive: kind, end, time, reply
+_BODY = itemgetter(slice(_HEADER, None))
+_GULP = 4096  # messages at most, before status is thought of again
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
 
 
@@ -243,31 +248,37 @@ class WalReader:
         """Move what libpq holds into the buffer; true if there may be more at once."""
         get = self._connection.get_copy_data
         with self._changed:
-            add, keepalive = self._buffer.add, self._buffer.keepalive
-            for _ in range(4096):
-                if self._buffer.bytes >= self._buffer_bytes:  # libpq can hold more messages than ours shall
-                    break
+            changes: list[memoryview] = []
+            room = self._buffer_bytes - self._buffer.bytes  # libpq can hold more messages than ours shall
+            length = 1
+            while room > 0 and len(changes) < _GULP:
                 length, data = get(1)
-                if length == 0:
-                    self._changed.notify_all()
-                    return False
-                if length < 0:
-                    raise _ended(self._connection, self._connection.get_result())
-                try:
-                    if data[0] == 0x77:
-                        add(data[_HEADER:])
-                    else:
-                        wal_end, _, reply = struct.unpack_from(">qqB", data, 1)
-                        keepalive(wal_end)
-                        if reply:
-                            self._send_status(self._acknowledged, False)
-                except (struct.error, IndexError) as e:
-                    raise ProtocolError(
-                        f"a message of {length} bytes, {bytes(data[:60])!r}, is cut short: {e}",
-                        "Start the stream again; it goes on from the last commit.",
-                    ) from None
+                if length > _HEADER and data[0] == _CHANGE:
+                    changes.append(data)
+                    room -= length
+                elif length > 0:
+                    self._add(changes)
+                    changes = []
+                    self._heed(data)
+                else:
+                    break
+            self._add(changes)
             self._changed.notify_all()
-        return True
+            if length < 0:
+                raise _ended(self._connection, self._connection.get_result())
+        return length > 0
+
+    def _add(self, changes: Sequence[memoryview]) -> None:
+        self._buffer.extend(list(map(_BODY, changes)))
+
+    def _heed(self, message: memoryview) -> None:
+        """Take note of a keepalive, and answer it if it asks for that."""
+        if message[0] != _KEEPALIVE or len(message) < _KEEPALIVE_BYTES:
+            raise malformed(message)
+        wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
+        self._buffer.keepalive(wal_end)
+        if reply:
+            self._send_status(self._acknowledged, False)
 
     def _send_status(self, flushed: int, ask_reply: bool) -> None:
         now = int(time.time() * 1e6) - EPOCH_2000
