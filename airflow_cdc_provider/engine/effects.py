@@ -245,6 +245,12 @@ def _interleave(parts: Sequence[Changes]) -> Changes:
     )
 
 
+def _letters(codes: NDArray[np.uint8]) -> pa.Array:
+    """Texts of one letter each, by their codes."""
+    edges = np.arange(len(codes) + 1, dtype=np.int32)
+    return pa.Array.from_buffers(pa.string(), len(codes), [None, pa.py_buffer(edges), pa.py_buffer(codes)])
+
+
 def _index(table: Table, name: str) -> int:
     return [column.name for column in table.columns].index(name)
 
@@ -310,7 +316,7 @@ def _changelog_rows(
 
     deleted = op == ord("d")
     columns = {
-        OP: pa.array([chr(code) for code in op]),
+        OP: _letters(op),
         "commit_lsn": pa.array(changes.commit_lsn),
         "seq": pa.array(changes.seq),
         "xid": pa.array(changes.xid),

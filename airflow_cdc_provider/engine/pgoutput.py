@@ -206,7 +206,9 @@ def decode(piece: Piece) -> list[Changes]:
     grouped = np.argsort(found.astype(np.min_scalar_type(len(keys))), kind="stable")  # small integers: a radix sort
     parts = np.split(grouped, np.flatnonzero(np.diff(found[grouped])) + 1) if len(found) else []
     parts.sort(key=lambda part: int(part[0]))
-    return [_changes(wire, versions[found[part[0]] - 1][1], rows.take(part)) for part in parts]
+    return [
+        _changes(wire, versions[found[part[0]] - 1][1], rows if len(parts) == 1 else rows.take(part)) for part in parts
+    ]
 
 
 def _refuse(bad: Flags, describe: Callable[[int], str], solution: str = _REPORT) -> None:
@@ -239,6 +241,8 @@ class _Wire:
 
     def read(self, dtype: str, at: Ints) -> NDArray[Any]:
         """Gather the numbers that begin at ``at``; anything beyond the end of the data, which callers check."""
+        if dtype == "u1":
+            return np.frombuffer(self.data, np.uint8).take(at, mode="clip")
         # A view of the numbers at all positions, overlapping and unaligned: one indexing instead of one an octet.
         size = np.dtype(dtype).itemsize
         window = np.ndarray((max(len(self.data) - size + 1, 0),), dtype, self.data, strides=(1,))
@@ -396,10 +400,11 @@ def _tuples(
     arrays, unchanged = [], {}
     for number, column in enumerate(relation.columns):
         kind, start, at = _values(wire, at, end, column.name, lambda i: name(index[i]))
-        arrays.append(_strings(wire.data, start, at, kind == _TEXT, present))
-        if (kind == _UNCHANGED).any():
+        text = kind == _TEXT
+        arrays.append(_strings(wire.data, start, at, text, present))
+        if not text.all() and (left_out := kind == _UNCHANGED).any():
             unchanged[number] = np.zeros(len(present), np.bool_)
-            unchanged[number][index] = kind == _UNCHANGED
+            unchanged[number][index] = left_out
     return tuple(arrays), unchanged, at
 
 
@@ -409,14 +414,15 @@ def _values(
     """Return the kinds of the values that stand at ``at``, and where they start and end."""
     kind = wire.read("u1", at)
     text = kind == _TEXT
-    bad = ~(text | (kind == _NULL) | (kind == _UNCHANGED)) & (at < end)
-    _refuse(bad, lambda i: f"{name(i)} has a value of kind {chr(kind[i])!r} for {column}", _OPTIONS)
-    length = np.where(text, wire.read(">i4", at + 1), 0)
-    start = at + np.where(text, 5, 1)
-    left = end - start
-    bad = (length < 0) | (length > left)
-    _refuse(bad, lambda i: f"{name(i)} is cut short: {length[i]} bytes for {column}, but {left[i]} are left")
-    return kind, start, start + length
+    length, start = wire.read(">i4", at + 1).astype(np.int64), at + 5
+    if not text.all():
+        bad = ~(text | (kind == _NULL) | (kind == _UNCHANGED)) & (at < end)
+        _refuse(bad, lambda i: f"{name(i)} has a value of kind {chr(kind[i])!r} for {column}", _OPTIONS)
+        length, start = np.where(text, length, 0), np.where(text, start, at + 1)
+    stop = start + length
+    bad = (length < 0) | (stop > end)
+    _refuse(bad, lambda i: f"{name(i)} is cut short: {length[i]} bytes for {column}, but {end[i] - start[i]} are left")
+    return kind, start, stop
 
 
 def _strings(data: Bytes, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:
@@ -426,8 +432,8 @@ def _strings(data: Bytes, start: Ints, end: Ints, text: Flags, present: Flags) -
     Its even elements are the column, and Arrow's filter gathers them faster than NumPy can.
     """
     size = 2 * len(start)
-    edges = np.full(size + 1, len(data), np.int64)
-    edges[:-1:2], edges[1::2] = start, end
+    edges = np.empty(size + 1, np.int64)
+    edges[:-1:2], edges[1::2], edges[-1] = start, end, len(data)
     buffers = [None, pa.py_buffer(edges), pa.py_buffer(data)]
     even = [None, pa.py_buffer(np.full(size // 8 + 1, 0b01010101, np.uint8))]
     values = pa.Array.from_buffers(pa.large_string(), size, buffers).filter(
