@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import pyarrow.parquet as pq
-
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.sinks.base import Staged
+from airflow_cdc_provider.engine.sinks.files.format import writer
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class NoopSink:
 
 @dataclass(frozen=True)
 class ParquetSink:
-    """Writes every change to Parquet, one folder a table and one file a piece."""
+    """Writes every change to Parquet as the sink of files does, one folder a table and one file a piece."""
 
     directory: Path
     mode: Literal["changelog"] = "changelog"
@@ -41,7 +40,10 @@ class ParquetSink:
         for effect in effects:
             folder = self.directory / effect.label
             folder.mkdir(parents=True, exist_ok=True)
-            pq.write_table(effect.rows, folder / f"{attempt}.parquet")
+            with open(folder / f"{attempt}.parquet", "wb") as file:
+                made = writer("parquet", file, effect.rows.schema)
+                made.write(effect.rows)
+                made.close()
             staged.append(_staged(effect, attempt))
         return tuple(staged)
 

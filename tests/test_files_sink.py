@@ -31,6 +31,7 @@ from airflow_cdc_provider.engine.sinks.changes import Change
 from airflow_cdc_provider.engine.sinks.changes_record import Commit
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.datafile import folder_of
+from airflow_cdc_provider.engine.sinks.files.format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
@@ -158,6 +159,21 @@ def test_snapshot_rows_and_changes_stand_in_the_files_as_the_source_has_written_
     record = sink.record()
     assert record is not None
     assert (record.applied, record.unfinished) == (70, ())
+
+
+def test_a_dictionary_is_made_where_values_come_again(tmp_path: Path) -> None:
+    count = 20_000
+    rows = pa.table({"differs": [str(n) for n in range(count)], "repeats": [str(n % 100) for n in range(count)]})
+    for written in (rows, rows.slice(0, 0)):
+        with (tmp_path / "x").open("wb") as file:
+            made = writer("parquet", file, rows.schema)
+            for part in (written.slice(0, 5000), written.slice(5000)) if len(written) else ():
+                made.write(part)
+            made.close()
+        assert pq.read_table(tmp_path / "x").equals(written)
+        if len(written):
+            group = pq.ParquetFile(tmp_path / "x").metadata.row_group(0)
+            assert [group.column(n).has_dictionary_page for n in range(2)] == [False, True]
 
 
 def test_files_stand_by_table_and_date(sink: FilesSink) -> None:

@@ -100,6 +100,36 @@ def test_every_row_is_delivered_once_however_the_batches_are_cut(
     assert after.block == 0
 
 
+OTHERS = b"M" + bytes(9) + b"other\0" + bytes(4)
+MESSAGES = st.sampled_from([RELATION, OTHERS]) | st.builds(insert, st.integers(0, 10**9))
+
+
+@given(
+    transactions=st.lists(st.lists(MESSAGES | st.lists(st.builds(insert), min_size=6, max_size=40)), max_size=8),
+    block_bytes=st.integers(20, 2000),
+    gulps=st.lists(st.integers(1, 60), min_size=1, max_size=10),
+)
+@settings(max_examples=200, deadline=None)
+def test_messages_in_gulps_are_those_that_come_one_by_one(
+    transactions: list[list[bytes | list[bytes]]], block_bytes: int, gulps: list[int]
+) -> None:
+    messages = []
+    for n, changes in enumerate(transactions, start=1):
+        flat = [row for each in changes for row in (each if isinstance(each, list) else [each])]
+        messages += [begin(100 * n, n), *flat, commit(100 * n, 100 * n + 1)]
+    single, gulped = Buffer(Position(0), block_bytes), Buffer(Position(0), block_bytes)
+    sizes, left = itertools.cycle(gulps), list(messages)
+    while left:
+        gulp = [left.pop(0) for _ in range(min(next(sizes), len(left)))]
+        for message in gulp:
+            single.add(message)
+        gulped.extend(gulp)
+        assert (gulped.bytes, gulped.position) == (single.bytes, single.position)
+    end = single.seal()
+    assert gulped.seal() == end
+    assert [p.parts() for p in gulped.take(Position(0), end)] == [p.parts() for p in single.take(Position(0), end)]
+
+
 def test_a_batch_ends_at_a_commit_unless_one_transaction_exceeds_the_limit() -> None:
     buffer = Buffer(Position(0), block_bytes=50)
     for message in [begin(10, 1), RELATION, insert(1), commit(10, 11), begin(90, 2), *map(insert, range(60))]:

@@ -38,6 +38,7 @@ META = pa.schema(
 
 CODEC = "zstd"
 _BATCH_ROWS = 65_536
+_SAMPLE_ROWS = 4096
 
 
 def column_type(column: Column, format_: Format) -> pa.DataType:
@@ -166,8 +167,40 @@ def writer(format_: Format, file: IO[bytes], schema: pa.Schema) -> FileWriter:
     """Begin a file."""
     if format_ == "json":
         return _JsonWriter(file)
-    made: FileWriter = pq.ParquetWriter(file, schema, compression=CODEC)
-    return made
+    return _ParquetWriter(file, schema)
+
+
+class _ParquetWriter:
+    """Begins the file with the first rows, which tell the columns in which values come again and again.
+
+    Parquet's own way is to begin a dictionary for every column and to give it up when it has become too large: where
+    most values differ that takes longer than to write them, and the file is larger.
+    """
+
+    def __init__(self, file: IO[bytes], schema: pa.Schema) -> None:
+        self._file, self._schema = file, schema
+        self._writer: pq.ParquetWriter | None = None
+
+    def write(self, rows: pa.Table) -> None:
+        """Append rows."""
+        self._begun(rows).write(rows)
+
+    def close(self) -> None:
+        """Write the footer."""
+        self._begun(self._schema.empty_table()).close()
+
+    def _begun(self, rows: pa.Table) -> pq.ParquetWriter:
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(
+                self._file, self._schema, compression=CODEC, use_dictionary=_repetitive(rows.slice(0, _SAMPLE_ROWS))
+            )
+        return self._writer
+
+
+def _repetitive(rows: pa.Table) -> list[str]:
+    """The columns in which a value stands four times or more, on average."""
+    flat = (name for name in rows.column_names if not pa.types.is_nested(rows.schema.field(name).type))
+    return [name for name in flat if 4 * len(rows.column(name).unique()) <= rows.num_rows]
 
 
 class _JsonWriter:
