@@ -161,19 +161,30 @@ def test_snapshot_rows_and_changes_stand_in_the_files_as_the_source_has_written_
     assert (record.applied, record.unfinished) == (70, ())
 
 
-def test_a_dictionary_is_made_where_values_come_again(tmp_path: Path) -> None:
-    count = 20_000
-    rows = pa.table({"differs": [str(n) for n in range(count)], "repeats": [str(n % 100) for n in range(count)]})
-    for written in (rows, rows.slice(0, 0)):
-        with (tmp_path / "x").open("wb") as file:
-            made = writer("parquet", file, rows.schema)
-            for part in (written.slice(0, 5000), written.slice(5000)) if len(written) else ():
-                made.write(part)
-            made.close()
-        assert pq.read_table(tmp_path / "x").equals(written)
-        if len(written):
-            group = pq.ParquetFile(tmp_path / "x").metadata.row_group(0)
-            assert [group.column(n).has_dictionary_page for n in range(2)] == [False, True]
+LIST = "list.list.element"
+
+
+@pytest.mark.parametrize(("first", "dictionaries"), [(5000, {LIST, "repeats"}), (1, {LIST, "repeats", "differs"})])
+def test_a_dictionary_is_made_where_values_come_again(tmp_path: Path, first: int, dictionaries: set[str]) -> None:
+    """If the first rows are few, they do not tell where."""
+    numbers = range(20_000)
+    rows = pa.table({"differs": numbers, "list": [[str(n % 9)] for n in numbers], "repeats": [n % 99 for n in numbers]})
+    with (tmp_path / "x").open("wb") as file:
+        made = writer("parquet", file, rows.schema)
+        for part in (rows.slice(0, first), rows.slice(first)):
+            made.write(part)
+        made.close()
+    assert pq.read_table(tmp_path / "x").equals(rows)
+    written = pq.ParquetFile(tmp_path / "x").metadata
+    columns = (written.row_group(group).column(n) for group in range(written.num_row_groups) for n in range(3))
+    assert {column.path_in_schema for column in columns if column.has_dictionary_page} == dictionaries
+
+
+def test_a_file_without_rows_has_its_columns(tmp_path: Path) -> None:
+    schema = pa.schema({"k": pa.int64()})
+    with (tmp_path / "x").open("wb") as file:
+        writer("parquet", file, schema).close()
+    assert pq.read_table(tmp_path / "x").equals(schema.empty_table())
 
 
 def test_files_stand_by_table_and_date(sink: FilesSink) -> None:

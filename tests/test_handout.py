@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ import pytest
 from pyspark import SparkContext
 from pyspark.sql.classic.dataframe import DataFrame
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.sinks.base import StagedPiece
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
-from airflow_cdc_provider.engine.sockets import Answering, ask, meeting_place
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 
@@ -80,30 +76,3 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
     assert all(value.isdigit() for value in found)
     assert databases.target not in seen
     assert "zebra" not in seen
-
-
-def test_answers_of_any_size_come_whole() -> None:
-    with meeting_place() as directory:
-        assert Path(directory).stat().st_mode & 0o777 == 0o700
-        with closing(Answering(directory, "double", lambda question: [question, question])):
-            for size in (0, 1, 5 << 20):
-                assert ask(directory, "double", b"x" * size) == b"x" * 2 * size
-        with pytest.raises(OSError, match="Errno"):
-            ask(directory, "double", b"after the end")
-    assert not Path(directory).exists()
-
-
-def test_an_answer_that_fails_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed: list[BaseException | None] = []
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: failed.append(arguments.exc_value))
-
-    def answer(_: bytearray) -> list[bytes]:
-        raise ValueError("not known")
-
-    with meeting_place() as directory, closing(Answering(directory, "failing", answer)):
-        with pytest.raises(ConnectionError):
-            ask(directory, "failing")
-        assert await_condition(lambda: bool(failed), 30.0)
-        with pytest.raises(OSError, match="Errno"):
-            ask(directory, "failing")
-    assert [str(error) for error in failed] == ["not known"]

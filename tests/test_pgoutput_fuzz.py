@@ -25,6 +25,7 @@ from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.buffer import Buffer, Position
 from airflow_cdc_provider.engine.errors import ProtocolError
 from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
+from airflow_cdc_provider.engine.wal import gulp
 from tests.conftest import create_database, drop_database
 
 pytestmark = pytest.mark.slow
@@ -314,8 +315,14 @@ def test_any_damage_through_the_buffer(
     """What the connection's thread does before anything is decoded: blocks, context, positions."""
     buffer = Buffer(Position(0), block)
     last = max(struct.unpack_from(">q", message, 10)[0] for message in recording if message[:1] == b"C")
+    left = [b"w" + bytes(24) + message for message in damage(recording, changes)]
+
+    def get(_: int) -> tuple[int, memoryview]:
+        return (len(left[0]), memoryview(left.pop(0))) if left else (0, memoryview(b""))
+
     try:
-        buffer.extend([message for message in damage(recording, changes) if message])  # as the connection's thread
+        while left:
+            gulp(get, buffer, 1 << 30)
         for piece in buffer.take(Position(0), buffer.seal()):
             decode(piece)
     except ProtocolError:

@@ -4,58 +4,89 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.sockets import Answering, ask, meeting_place
 
 
 @pytest.fixture
 def place() -> Iterator[str]:
     with meeting_place() as directory:
+        assert Path(directory).stat().st_mode & 0o777 == 0o700
         yield directory
+    assert not Path(directory).exists()
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-def test_answers_of_any_size_come_whole(place: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not mapped:
+@pytest.fixture(params=["mapped", "not known", "not allowed"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the system has memory without a name."""
+
+    def refuse(_: str) -> int:
+        raise PermissionError("not allowed")
+
+    if request.param == "not known":
         monkeypatch.delattr(os, "memfd_create")
+    elif request.param == "not allowed":
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    return bool(request.param == "mapped")
+
+
+def mapped() -> int:
+    """How many files of such memory this process has open."""
+    return sum(
+        "memfd:airflow-cdc" in os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
+    )
+
+
+def test_answers_of_any_size_come_whole(place: str, memory: bool) -> None:
     large = os.urandom(5 << 20)
     answers = {b"nothing": [], b"empty": [b"", b""], b"parts": [b"one ", memoryview(b"two"), bytearray(b"!")]}
     with closing(Answering(place, "test", lambda question: answers.get(bytes(question), [large, question]))):
-        before = len(os.listdir("/proc/self/fd"))
         for question, answer in answers.items():
             assert ask(place, "test", question) == b"".join(map(bytes, answer))
-        found = ask(place, "test", b"large")
-        assert found == large + b"large"
-        assert ask(place, "test") == large
-        assert len(os.listdir("/proc/self/fd")) == before + mapped  # the one that is still held
-    assert found == large + b"large"  # it stays with whoever has it
+        for question in (b"", b"large", large):
+            found = ask(place, "test", question)
+            assert found == large + question
+    assert mapped() == memory  # the last answer stays with whoever has it
+    assert found == large + large
+    with pytest.raises(OSError, match="Errno"):
+        ask(place, "test", b"after the end")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("mapped", [True, False])
-def test_who_cannot_be_answered_is_refused(place: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not mapped:
-        monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(OSError, match="No such file"):
-        ask(place, "test")
+def test_an_answer_that_fails_leaves_nobody_waiting(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: failed.append(arguments.exc_value))
 
-    def fail(question: bytearray) -> list[bytes]:
-        raise RuntimeError("no")
+    def answer(_: bytearray) -> list[bytes]:
+        raise ValueError("not known")
 
-    with closing(Answering(place, "test", fail)), pytest.raises(OSError, match=r"no answer came|did not come"):
-        ask(place, "test")
+    with closing(Answering(place, "failing", answer)):
+        with pytest.raises(ConnectionError):
+            ask(place, "failing")
+        assert await_condition(lambda: bool(failed), 30.0)
+        with pytest.raises(OSError, match="Errno"):
+            ask(place, "failing")
+    assert [str(error) for error in failed] == ["not known"]
 
 
-def test_who_hangs_up_leaves_the_others_their_answers(place: str) -> None:
-    with closing(Answering(place, "test", lambda question: [question])):
-        for sent in (b"", b"\x05\0", b"\x05" + bytes(7) + b"he"):
-            with closing(socket.socket(socket.AF_UNIX)) as client:
-                client.connect(str(Path(place) / "test"))
-                with suppress(OSError):
-                    client.sendall(sent)
-        assert ask(place, "test", b"hello") == b"hello"
+@pytest.mark.parametrize("sent", [b"", b"\x05\0", b"\x05" + bytes(7) + b"he", bytes(8)])
+def test_who_hangs_up_leaves_the_others_their_answers(place: str, sent: bytes, memory: bool) -> None:
+    gone = threading.Event()
+
+    def answer(question: bytearray) -> list[bytes]:
+        assert gone.wait(30.0)
+        return [question, b"!" * (1 << 20)]
+
+    with closing(Answering(place, "test", answer)):
+        with closing(socket.socket(socket.AF_UNIX)) as client:
+            client.connect(str(Path(place) / "test"))
+            client.sendall(sent)
+        gone.set()
+        assert ask(place, "test", b"hello") == b"hello" + b"!" * (1 << 20)
+    assert mapped() == 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -21,12 +22,12 @@ from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
 from airflow_cdc_provider.engine import wal
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import ConnectionFailed, LimitExceeded, StreamFailed
+from airflow_cdc_provider.engine.errors import ConnectionFailed, LimitExceeded, ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
-from airflow_cdc_provider.engine.wal import WalReader, open_replication
+from airflow_cdc_provider.engine.wal import WalReader, gulp, open_replication
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, execute, transaction
 
@@ -101,33 +102,61 @@ def test_every_row_is_delivered_once_however_the_batches_are_cut(
 
 
 OTHERS = b"M" + bytes(9) + b"other\0" + bytes(4)
-MESSAGES = st.sampled_from([RELATION, OTHERS]) | st.builds(insert, st.integers(0, 10**9))
+ROWS = st.builds(insert, st.integers(0, 10**9))
+MESSAGES = st.sampled_from([RELATION, OTHERS, b""]) | ROWS
+
+
+def keepalive(wal_end: int, reply: bool = True) -> bytes:
+    return struct.pack(">cqqB", b"k", wal_end, 0, reply)
+
+
+def replay(messages: list[bytes]) -> Callable[[int], tuple[int, memoryview]]:
+    """What libpq does: the next message and its length, 0 when there is none; takes them away."""
+    return lambda _: (len(messages[0]), memoryview(messages.pop(0))) if messages else (0, memoryview(b""))
 
 
 @given(
-    transactions=st.lists(st.lists(MESSAGES | st.lists(st.builds(insert), min_size=6, max_size=40)), max_size=8),
+    transactions=st.lists(st.lists(MESSAGES | st.lists(ROWS, min_size=6, max_size=40)), max_size=8),
     block_bytes=st.integers(20, 2000),
-    gulps=st.lists(st.integers(1, 60), min_size=1, max_size=10),
+    rooms=st.lists(st.integers(1, 3000), min_size=1, max_size=10),
 )
 @settings(max_examples=200, deadline=None)
 def test_messages_in_gulps_are_those_that_come_one_by_one(
-    transactions: list[list[bytes | list[bytes]]], block_bytes: int, gulps: list[int]
+    transactions: list[list[bytes | list[bytes]]], block_bytes: int, rooms: list[int]
 ) -> None:
+    """Keepalives come between transactions, and within them, where an empty message stands for one."""
     messages = []
     for n, changes in enumerate(transactions, start=1):
         flat = [row for each in changes for row in (each if isinstance(each, list) else [each])]
-        messages += [begin(100 * n, n), *flat, commit(100 * n, 100 * n + 1)]
+        sent = [begin(100 * n, n), *flat, commit(100 * n, 100 * n + 1)]
+        messages += [b"w" + bytes(24) + message if message else keepalive(100 * n) for message in sent]
+        messages.append(keepalive(100 * n + 50))
     single, gulped = Buffer(Position(0), block_bytes), Buffer(Position(0), block_bytes)
-    sizes, left = itertools.cycle(gulps), list(messages)
+    rooms, left = itertools.cycle(rooms), list(messages)
     while left:
-        gulp = [left.pop(0) for _ in range(min(next(sizes), len(left)))]
-        for message in gulp:
-            single.add(message)
-        gulped.extend(gulp)
+        before, room = list(left), next(rooms)
+        last, asked = gulp(replay(left), gulped, room)
+        taken = before[: len(before) - len(left)]
+        assert last == (len(taken[-1]) if left else 0)
+        assert sum(len(message) for message in taken[:-1] if message[:1] == b"w") < room
+        for message in taken:
+            if message[:1] == b"k":
+                single.keepalive(struct.unpack_from(">q", message, 1)[0])
+            else:
+                single.add(message[25:])
+        assert asked == any(message[:1] == b"k" for message in taken)
         assert (gulped.bytes, gulped.position) == (single.bytes, single.position)
     end = single.seal()
     assert gulped.seal() == end
     assert [p.parts() for p in gulped.take(Position(0), end)] == [p.parts() for p in single.take(Position(0), end)]
+
+
+@pytest.mark.parametrize("message", [b"w" + bytes(24), b"w" + bytes(20), keepalive(5)[:-1], b"x" + bytes(40), b"k"])
+def test_a_message_that_is_none_is_refused(message: bytes) -> None:
+    buffer = Buffer(Position(0), block_bytes=1000)
+    with pytest.raises(ProtocolError, match=re.escape(f"a message of {len(message)} bytes, {message!r}, is not what")):
+        gulp(replay([keepalive(7), message, keepalive(9)]), buffer, 1000)
+    assert buffer.position == 7
 
 
 def test_a_batch_ends_at_a_commit_unless_one_transaction_exceeds_the_limit() -> None:

@@ -399,10 +399,9 @@ def _tuples(
     at = at + 2  # if the count itself was cut short, so are the values
     arrays, unchanged = [], {}
     for number, column in enumerate(relation.columns):
-        kind, start, at = _values(wire, at, end, column.name, lambda i: name(index[i]))
-        text = kind == _TEXT
+        text, left_out, start, at = _values(wire, at, end, column.name, lambda i: name(index[i]))
         arrays.append(_strings(wire.data, start, at, text, present))
-        if not text.all() and (left_out := kind == _UNCHANGED).any():
+        if left_out is not None and left_out.any():
             unchanged[number] = np.zeros(len(present), np.bool_)
             unchanged[number][index] = left_out
     return tuple(arrays), unchanged, at
@@ -410,19 +409,20 @@ def _tuples(
 
 def _values(
     wire: _Wire, at: Ints, end: Ints, column: str, name: Callable[[int], str]
-) -> tuple[NDArray[Any], Ints, Ints]:
-    """Return the kinds of the values that stand at ``at``, and where they start and end."""
+) -> tuple[Flags, Flags | None, Ints, Ints]:
+    """Return which of the values at ``at`` are texts, which are left out, and where they start and end."""
     kind = wire.read("u1", at)
-    text = kind == _TEXT
+    text, left_out = kind == _TEXT, None
     length, start = wire.read(">i4", at + 1).astype(np.int64), at + 5
     if not text.all():
-        bad = ~(text | (kind == _NULL) | (kind == _UNCHANGED)) & (at < end)
+        left_out = kind == _UNCHANGED
+        bad = ~(text | (kind == _NULL) | left_out) & (at < end)
         _refuse(bad, lambda i: f"{name(i)} has a value of kind {chr(kind[i])!r} for {column}", _OPTIONS)
         length, start = np.where(text, length, 0), np.where(text, start, at + 1)
     stop = start + length
     bad = (length < 0) | (stop > end)
     _refuse(bad, lambda i: f"{name(i)} is cut short: {length[i]} bytes for {column}, but {end[i] - start[i]} are left")
-    return kind, start, stop
+    return text, left_out, start, stop
 
 
 def _strings(data: Bytes, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:

@@ -87,13 +87,15 @@ def ask(directory: str, name: str, question: bytes = b"") -> memoryview:
 
 
 def _give(connection: socket.socket, answer: Sequence[_Bytes]) -> None:
-    if hasattr(os, "memfd_create"):
-        with open(os.memfd_create("airflow-cdc"), "wb") as file:
-            file.writelines(answer)
-            file.flush()
-            socket.send_fds(connection, [_LENGTH.pack(file.tell())], [file.fileno()])
-    else:
+    try:
+        memory = os.memfd_create("airflow-cdc")
+    except (AttributeError, OSError):  # the system has no such memory, or does not let us have it
         _send(connection, *answer)
+        return
+    with open(memory, "wb") as file:
+        file.writelines(answer)
+        file.flush()
+        socket.send_fds(connection, [_LENGTH.pack(file.tell())], [file.fileno()])
 
 
 def _take(connection: socket.socket) -> memoryview:

@@ -23,7 +23,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from operator import itemgetter
 
 import psycopg
@@ -88,7 +88,7 @@ class WalReader:
         buffer_bytes: int = 128 << 20,
     ) -> None:
         self._buffer = Buffer(Position(start), block_bytes)
-        self._buffer_bytes = buffer_bytes
+        self._block_bytes, self._buffer_bytes = block_bytes, buffer_bytes
         self._changed = threading.Condition()
         self._acknowledged = 0
         self._ask_reply = False
@@ -246,45 +246,53 @@ class WalReader:
 
     def _receive(self) -> bool:
         """Move what libpq holds into the buffer; true if there may be more at once."""
-        get = self._connection.get_copy_data
         with self._changed:
-            changes: list[memoryview] = []
-            room = self._buffer_bytes - self._buffer.bytes  # libpq can hold more messages than ours shall
-            length = 1
-            while room > 0 and len(changes) < _GULP:
-                length, data = get(1)
-                if length > _HEADER and data[0] == _CHANGE:
-                    changes.append(data)
-                    room -= length
-                elif length > 0:
-                    self._add(changes)
-                    changes = []
-                    self._heed(data)
-                else:
-                    break
-            self._add(changes)
+            # libpq can hold more messages than ours shall.
+            room = min(self._buffer_bytes - self._buffer.bytes, self._block_bytes)
+            last, asked = gulp(self._connection.get_copy_data, self._buffer, room)
             self._changed.notify_all()
-            if length < 0:
+            if last < 0:
                 raise _ended(self._connection, self._connection.get_result())
-        return length > 0
-
-    def _add(self, changes: Sequence[memoryview]) -> None:
-        self._buffer.extend(list(map(_BODY, changes)))
-
-    def _heed(self, message: memoryview) -> None:
-        """Take note of a keepalive, and answer it if it asks for that."""
-        if message[0] != _KEEPALIVE or len(message) < _KEEPALIVE_BYTES:
-            raise malformed(message)
-        wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
-        self._buffer.keepalive(wal_end)
-        if reply:
-            self._send_status(self._acknowledged, False)
+            if asked:
+                self._send_status(self._acknowledged, False)
+        return last > 0
 
     def _send_status(self, flushed: int, ask_reply: bool) -> None:
         now = int(time.time() * 1e6) - EPOCH_2000
         position = max(self._buffer.position, flushed)
         self._connection.put_copy_data(struct.pack(">cqqqqB", b"r", position, flushed, flushed, now, ask_reply))
         self._connection.flush()
+
+
+def gulp(get: Callable[[int], tuple[int, memoryview]], buffer: Buffer, room: int) -> tuple[int, bool]:
+    """Move messages into a buffer until there are no more, or enough have come.
+
+    :param get: see :meth:`PGconn.get_copy_data`.
+    :param room: bytes to move at most, but for the last message.
+    :returns: what the last ``get`` has returned as length; whether the server asks for an answer.
+    :raises ProtocolError: when a message is neither a change nor a keepalive.
+    """
+    changes: list[memoryview] = []
+    length, asked = 1, False
+    for _ in range(_GULP):
+        if room <= 0:
+            break
+        length, message = get(1)
+        if length > _HEADER and message[0] == _CHANGE:
+            changes.append(message)
+            room -= length
+        elif length >= _KEEPALIVE_BYTES and message[0] == _KEEPALIVE:
+            buffer.extend(list(map(_BODY, changes)))
+            changes = []
+            wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
+            buffer.keepalive(wal_end)
+            asked |= bool(reply)
+        elif length > 0:
+            raise malformed(message)
+        else:
+            break
+    buffer.extend(list(map(_BODY, changes)))
+    return length, asked
 
 
 class _Question(threading.Thread):

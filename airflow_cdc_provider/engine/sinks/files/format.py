@@ -171,7 +171,7 @@ def writer(format_: Format, file: IO[bytes], schema: pa.Schema) -> FileWriter:
 
 
 class _ParquetWriter:
-    """Begins the file with the first rows, which tell the columns in which values come again and again.
+    """Begins the file with the first rows: where they are many, they tell in which columns values come again and again.
 
     Parquet's own way is to begin a dictionary for every column and to give it up when it has become too large: where
     most values differ that takes longer than to write them, and the file is larger.
@@ -191,16 +191,16 @@ class _ParquetWriter:
 
     def _begun(self, rows: pa.Table) -> pq.ParquetWriter:
         if self._writer is None:
-            self._writer = pq.ParquetWriter(
-                self._file, self._schema, compression=CODEC, use_dictionary=_repetitive(rows.slice(0, _SAMPLE_ROWS))
-            )
+            chosen = _repetitive(rows.slice(0, _SAMPLE_ROWS)) if rows.num_rows >= _SAMPLE_ROWS else True
+            self._writer = pq.ParquetWriter(self._file, self._schema, compression=CODEC, use_dictionary=chosen)
         return self._writer
 
 
 def _repetitive(rows: pa.Table) -> list[str]:
-    """The columns in which a value stands four times or more, on average."""
-    flat = (name for name in rows.column_names if not pa.types.is_nested(rows.schema.field(name).type))
-    return [name for name in flat if 4 * len(rows.column(name).unique()) <= rows.num_rows]
+    """The columns, as Parquet names them, in which a value stands four times or more; of lists all."""
+    lists = [f"{field.name}.list.element" for field in rows.schema if pa.types.is_list(field.type)]
+    flat = [field.name for field in rows.schema if not pa.types.is_nested(field.type)]
+    return lists + [name for name in flat if 4 * len(rows.column(name).unique()) <= rows.num_rows]
 
 
 class _JsonWriter:
