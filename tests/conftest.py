@@ -187,9 +187,14 @@ def as_pipeline_role(dsn: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def jvm() -> Iterator[None]:
-    """The JVM of a module's sessions, with the jars that they ask for, ends with the module."""
+    """The JVM of a module's sessions, with the jars that they ask for, ends with the module.
+
+    The Python that they chose is no longer named then: commands that are started later would begin with it.
+    """
+    before = os.environ.get("PYSPARK_PYTHON")
     yield
     end_jvm()
+    assert os.environ.get("PYSPARK_PYTHON") == before
 
 
 @pytest.fixture(scope="session")

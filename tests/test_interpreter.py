@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyspark
@@ -15,7 +16,7 @@ from pyspark import SparkContext
 
 from airflow_cdc_provider.engine import interpreter
 from airflow_cdc_provider.engine.interpreter import SCRIPT, is_this_python, python_for_spark
-from airflow_cdc_provider.engine.session import spark_session
+from airflow_cdc_provider.engine.session import python_chosen, spark_session
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 from tests.spark_jvm import end_jvm
@@ -68,6 +69,24 @@ def test_a_script_that_cannot_be_executed_is_done_without(tmp_path: Path, monkey
     copy.chmod(0o600)
     monkeypatch.setattr(interpreter, "SCRIPT", copy)
     assert python_for_spark() == {"PYSPARK_PYTHON": sys.executable}
+
+
+def test_threads_that_choose_it_at_once_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(_: int) -> None:
+        for _ in range(100):
+            with python_chosen(here=True):
+                assert os.environ.items() >= python_for_spark().items()
+
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    before = dict(os.environ)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(choose, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert dict(os.environ) == before
 
 
 @pytest.mark.spark

@@ -68,15 +68,56 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
                 spark.stop()
 
 
+class _Choice:
+    """Who needs the Python that this process has chosen, and what its environment had before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._before: dict[str, str | None] = {}
+
+    def take(self, here: bool) -> None:
+        """Name the Python in the environment, if nobody has."""
+        with self._lock:
+            if not self._holders and "PYSPARK_PYTHON" not in os.environ:
+                chosen = _choose(here)
+                self._before = {name: os.environ.get(name) for name in chosen}
+                os.environ.update(chosen)
+            self._holders += 1
+
+    def release(self) -> None:
+        """Leave the environment as it was, when nobody needs the choice any more."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+            for name, value in self._before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            self._before = {}
+
+
+_choice = _Choice()
+
+
 @contextmanager
 def python_chosen(here: bool) -> Iterator[None]:
     """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
 
+    Threads may do so at once: the last one restores it.
+
     :param here: whether Spark runs on this machine, if this process starts its JVM.
     """
-    if "PYSPARK_PYTHON" in os.environ:
+    _choice.take(here)
+    try:
         yield
-        return
+    finally:
+        _choice.release()
+
+
+def _choose(here: bool) -> dict[str, str]:
     # A JVM that runs already has the environment of its start, in which the Python may not be named.
     gateway = SparkContext._gateway
     told = (
@@ -84,17 +125,7 @@ def python_chosen(here: bool) -> Iterator[None]:
         if gateway is None
         else gateway.jvm.System.getenv(VARIABLE) == sys.executable
     )
-    chosen = python_for_spark() if here and told else {"PYSPARK_PYTHON": sys.executable}
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return python_for_spark() if here and told else {"PYSPARK_PYTHON": sys.executable}
 
 
 def _started(pipeline: Pipeline, command: str, submitted: bool) -> SparkSession:
