@@ -227,7 +227,9 @@ class StreamJob:
 
         Nothing has been read then, so that no failure needs to be counted: the query can begin again.
         """
-        while query.isActive and query.status["message"].startswith("Initializing") and not self._run.stopping:
+        # One that fails says that it has terminated a moment before it is no longer active.
+        undecided = ("Initializing", "Terminated")
+        while query.isActive and query.status["message"].startswith(undecided) and not self._run.stopping:
             self._run.check()
             self._run.wait(_POLL_SECONDS)
         late = not query.isActive and "Python worker failed to connect back" in str(query.exception())
