@@ -54,9 +54,10 @@ CASES = (NOOP, PARQUET, *PIPELINES, *PEERS)
 TRANSACTION = 1000
 """Changes of each transaction, of the default shape."""
 
-# Before anything is measured, every case drains half as much, at most: a JVM becomes faster for minutes.
+# Before anything is measured every case drains half of the changes, but no more than this: a JVM becomes faster for
+# minutes.
 _WARM_CHANGES = 1_000 * TRANSACTION
-_COLD_CHANGES = 10 * TRANSACTION  # of fewer nobody asks how fast they are
+_COLD_CHANGES = 10 * TRANSACTION  # up to here nobody asks how fast they are
 _MAX_BATCH_BYTES = 64 << 20
 _SECONDS = 3600.0
 

@@ -25,6 +25,7 @@ from psycopg import sql
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.engine.interpreter import python_for_spark
 from tests.class_archive import write_archive
 from tests.hdfs import HdfsCluster
 from tests.kafka_server import make_broker
@@ -189,12 +190,12 @@ def as_pipeline_role(dsn: str) -> str:
 def jvm() -> Iterator[None]:
     """The JVM of a module's sessions, with the jars that they ask for, ends with the module.
 
-    The Python that they chose is no longer named then: commands that are started later would begin with it.
+    The Python that they chose must no longer be named by then, or commands that are started later would begin with it.
     """
-    before = os.environ.get("PYSPARK_PYTHON")
+    before = {name: os.environ.get(name) for name in python_for_spark()}
     yield
     end_jvm()
-    assert os.environ.get("PYSPARK_PYTHON") == before
+    assert {name: os.environ.get(name) for name in before} == before
 
 
 @pytest.fixture(scope="session")

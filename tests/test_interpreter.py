@@ -9,6 +9,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyspark
 import pytest
@@ -17,6 +19,7 @@ from pyspark import SparkContext
 from airflow_cdc_provider.engine import interpreter
 from airflow_cdc_provider.engine.interpreter import SCRIPT, is_this_python, python_for_spark
 from airflow_cdc_provider.engine.session import python_chosen, spark_session
+from airflow_cdc_provider.engine.stream import StreamJob
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 from tests.spark_jvm import end_jvm
@@ -73,12 +76,14 @@ def test_a_script_that_cannot_be_executed_is_done_without(tmp_path: Path, monkey
 
 def test_threads_that_choose_it_at_once_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(_: int) -> None:
-        for _ in range(100):
+        for _ in range(200):
             with python_chosen(here=True):
-                assert os.environ.items() >= python_for_spark().items()
+                assert os.environ.items() >= chosen.items()
 
-    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
-    before = dict(os.environ)
+    for name in ("PYSPARK_PYTHON", "PYSPARK_GATEWAY_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(SparkContext, "_gateway", None)
+    before, chosen = dict(os.environ), python_for_spark()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -86,6 +91,14 @@ def test_threads_that_choose_it_at_once_leave_nothing_behind(monkeypatch: pytest
             list(pool.map(choose, range(8)))
     finally:
         sys.setswitchinterval(interval)
+    assert dict(os.environ) == before
+
+
+def test_a_python_that_is_named_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", "/another/python")
+    before = dict(os.environ)
+    with python_chosen(here=True):
+        assert dict(os.environ) == before
     assert dict(os.environ) == before
 
 
@@ -130,6 +143,30 @@ def test_a_source_whose_process_comes_up_late(
     assert once.exists()
     assert "did not come up within ten seconds" in outcome.stderr
     pipeline.assert_equal()
+
+
+@pytest.mark.parametrize(("end", "late"), [("Python worker failed to connect back.", True), ("Another error", False)])
+def test_a_query_that_fails_is_awaited_until_its_error_is_there(end: str, late: bool) -> None:
+    """Spark tells of the failure first, and says a moment later that the query is no longer active and why."""
+    said = ["Initializing sources", "Terminated with exception: …", "Terminated with exception: …"]
+
+    class Query:
+        @property
+        def isActive(self) -> bool:
+            return len(said) > 1
+
+        @property
+        def status(self) -> dict[str, str]:
+            return {"message": said.pop(0)}
+
+        def exception(self) -> str:
+            assert not self.isActive
+            return end
+
+    run = SimpleNamespace(stopping=False, check=lambda: None, wait=lambda seconds: None)
+    job: Any = SimpleNamespace(_run=run)
+    query: Any = Query()
+    assert StreamJob._comes_late(job, query) == late
 
 
 @pytest.mark.spark

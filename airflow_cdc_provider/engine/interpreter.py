@@ -31,7 +31,8 @@ def python_for_spark() -> dict[str, str]:
         folder = Path(package.origin).parent
         if folder.parent == Path(sysconfig.get_path("purelib")):
             archive = folder / "python" / "lib" / "pyspark.zip"
-            return {"PYSPARK_PYTHON": str(SCRIPT), VARIABLE: sys.executable, _ZIP_VARIABLE: str(archive)}
+            # In this order: who copies the environment in between must not find the script without what it needs.
+            return {VARIABLE: sys.executable, _ZIP_VARIABLE: str(archive), "PYSPARK_PYTHON": str(SCRIPT)}
     return {"PYSPARK_PYTHON": sys.executable}
 
 

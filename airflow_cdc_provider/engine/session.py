@@ -91,7 +91,7 @@ class _Choice:
             self._holders -= 1
             if self._holders:
                 return
-            for name, value in self._before.items():
+            for name, value in reversed(self._before.items()):
                 if value is None:
                     os.environ.pop(name, None)
                 else:
@@ -106,7 +106,7 @@ _choice = _Choice()
 def python_chosen(here: bool) -> Iterator[None]:
     """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
 
-    Threads may do so at once: the last one restores it.
+    Threads may do so at once: the last to leave restores the environment.
 
     :param here: whether Spark runs on this machine, if this process starts its JVM.
     """

@@ -227,7 +227,7 @@ class StreamJob:
 
         Nothing has been read then, so that no failure needs to be counted: the query can begin again.
         """
-        # One that fails says that it has terminated a moment before it is no longer active.
+        # A query that fails says so a moment before it becomes inactive.
         undecided = ("Initializing", "Terminated")
         while query.isActive and query.status["message"].startswith(undecided) and not self._run.stopping:
             self._run.check()
