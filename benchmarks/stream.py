@@ -57,7 +57,7 @@ TRANSACTION = 1000
 # Before anything is measured every case drains half of the changes, but no more than this: a JVM becomes faster for
 # minutes.
 _WARM_CHANGES = 1_000 * TRANSACTION
-_COLD_CHANGES = 10 * TRANSACTION  # up to here nobody asks how fast they are
+_FEW_CHANGES = 10 * TRANSACTION  # not worth a warm-up
 _MAX_BATCH_BYTES = 64 << 20
 _SECONDS = 3600.0
 
@@ -83,7 +83,7 @@ def measure(lab: Lab, changes: int, repeat: int, cases: Collection[str], shapes:
     """Run ``pg_recvlogical`` and the cases, one after the other in every repeat, on backlogs of some shapes."""
     series = []
     for n, shape in enumerate(shapes):
-        if changes > _COLD_CHANGES:
+        if changes > _FEW_CHANGES:
             _measure(lab, f"warm{n}", min(changes // 2, _WARM_CHANGES), 1, cases, shape)
         series += _measure(lab, f"stream{n}", changes, repeat, cases, shape)
     return series
