@@ -92,7 +92,6 @@ class KafkaLab:
                 "source": source,
                 "sink": sink,
                 "state": f"file://{self.directory / 'state' / name}",
-                "stream": {"trigger": "0 seconds"},
                 "spark": {"master": "local[2]", "conf": {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}},
             }
         )

@@ -148,7 +148,6 @@ def _pipeline(
             "sink": dict(sink),
             "state": f"file://{directory / 'state' / name}",
             "snapshot": {"parallelism": parallelism},
-            "stream": {"trigger": "0 seconds"},
             "spark": {
                 "master": f"local[{cores}]",
                 "conf": {"spark.ui.enabled": "false", "spark.log.level": "ERROR", **conf},

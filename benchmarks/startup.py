@@ -59,7 +59,7 @@ def measure(repeat: int) -> StartUp:
 
     :raises WrongResult: when a change does not come, or source and target differ at the end.
     """
-    with live({"trigger": "0 seconds"}) as scene:
+    with live({}) as scene:
         cold = [_cold(scene, row) for row in range(1, repeat + 1)]
         scene.check_equal(STARTUP)
     warm = _warm(repeat)

@@ -58,7 +58,6 @@ TRANSACTION = 1000
 # minutes.
 _WARM_CHANGES = 1_000 * TRANSACTION
 _FEW_CHANGES = 10 * TRANSACTION  # not worth a warm-up
-_MAX_BATCH_BYTES = 64 << 20
 _SECONDS = 3600.0
 
 
@@ -217,8 +216,18 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
         with connected(dsn) as source:
             origin = Origin.of(read_identity(source, slot, PUBLICATION).to_dict())
         options = SourceOptions(
-            dsn, slot, PUBLICATION, origin, backlog.start, _MAX_BATCH_BYTES, 10.0, sink, 0, 0.0, meeting
-        )  # type: ignore[arg-type]
+            dsn,
+            slot,
+            PUBLICATION,
+            origin,
+            backlog.start,
+            pipeline.stream.max_batch_bytes,
+            pipeline.stream.heartbeat,
+            sink,  # type: ignore[arg-type]
+            0,
+            pipeline.stream.trigger,
+            meeting,
+        )
         lab.spark.dataSource.register(postgres_cdc(options))
         pieces = lab.spark.readStream.format("postgres_cdc").load()
         checkpoint = lab.directory / "checkpoints" / slot

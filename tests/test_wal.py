@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psycopg
@@ -36,8 +36,8 @@ UNLIMITED = 1 << 62
 RELATION = b"R" + struct.pack(">I", 7) + b"public\0t\0d" + struct.pack(">h", 1) + b"\1id\0" + struct.pack(">Ii", 23, -1)
 
 
-def begin(lsn: int, xid: int) -> bytes:
-    return b"B" + struct.pack(">qqI", lsn, 0, xid)
+def begin(lsn: int, xid: int, committed_at: int = 0) -> bytes:
+    return b"B" + struct.pack(">qqI", lsn, committed_at, xid)
 
 
 def commit(lsn: int, end: int) -> bytes:
@@ -128,8 +128,9 @@ def test_messages_in_gulps_are_those_that_come_one_by_one(
     messages = []
     for n, changes in enumerate(transactions, start=1):
         flat = [row for each in changes for row in (each if isinstance(each, list) else [each])]
-        sent = [begin(100 * n, n), *flat, commit(100 * n, 100 * n + 1)]
-        messages += [b"w" + bytes(24) + message if message else keepalive(100 * n) for message in sent]
+        sent = [begin(100 * n, n, 1_000_000 * n), *flat, commit(100 * n, 100 * n + 1)]
+        header = struct.pack(">cqqq", b"w", 0, 0, 1_500_000 * n)
+        messages += [header + message if message else keepalive(100 * n) for message in sent]
         messages.append(keepalive(100 * n + 50))
     single, gulped = Buffer(Position(0), block_bytes), Buffer(Position(0), block_bytes)
     rooms, left = itertools.cycle(rooms), list(messages)
@@ -146,6 +147,10 @@ def test_messages_in_gulps_are_those_that_come_one_by_one(
                 single.add(message[25:])
         assert asked == any(message[:1] == b"k" for message in taken)
         assert (gulped.bytes, gulped.position) == (single.bytes, single.position)
+        told = [message for message in messages[: len(messages) - len(left)] if message[:1] == b"w"]
+        committed = sum(message[25:26] == b"C" for message in told)
+        if committed:  # one a second, and each was sent a second and a half after the one before
+            assert gulped.age == 1.5 * (committed + (told[-1][25:26] != b"C")) - committed
     end = single.seal()
     assert gulped.seal() == end
     assert [p.parts() for p in gulped.take(Position(0), end)] == [p.parts() for p in single.take(Position(0), end)]
@@ -261,13 +266,13 @@ def test_the_slot_moves_only_when_told(databases: Databases) -> None:
 
 def test_a_batch_is_awaited_until_it_is_due_or_full(databases: Databases) -> None:
     """Nobody waits for the clock where a whole batch is there, nor for a batch where the clock has come."""
-    never, long_ago = 1e6 + time.monotonic(), 0.0
+    now, never, long_ago = time.monotonic(), 1e6, 0.0
     with slot_reader(databases.source) as (reader, start):
         after = Position(start)
-        assert not reader.await_batch(after, UNLIMITED, due=long_ago, patience=0.0)  # nothing comes
+        assert not reader.await_batch(after, UNLIMITED, long_ago, trigger=1.0, patience=0.0)  # nothing comes
         assert reader.cut(after, UNLIMITED) == after
         with ThreadPoolExecutor(1) as thread:
-            first = thread.submit(reader.await_batch, after, UNLIMITED, long_ago, 1e6)
+            first = thread.submit(reader.await_batch, after, UNLIMITED, long_ago, 1.0, 1e6)
             assert not first.done()
             execute(databases.source, "INSERT INTO t VALUES (1, 'a')")
             assert first.result(SECONDS)
@@ -276,13 +281,30 @@ def test_a_batch_is_awaited_until_it_is_due_or_full(databases: Databases) -> Non
             reader.committed(end)
             execute(databases.source, "INSERT INTO t VALUES (2, 'b')")
             assert await_condition(lambda: reader._buffer.holds(end), SECONDS)
-            assert not reader.await_batch(end, 1 << 16, never, patience=0.0)  # nobody waits for ever
-            full = thread.submit(reader.await_batch, end, 1 << 16, never, 1e6)
+            assert not reader.await_batch(end, 1 << 16, now, never, patience=0.0)  # nobody waits for ever
+            full = thread.submit(reader.await_batch, end, 1 << 16, now, never, 1e6)
             with pytest.raises(TimeoutError):
                 full.result(0.5)  # it is not due
             execute(databases.source, "INSERT INTO t SELECT n, repeat('x', 1000) FROM generate_series(3, 100) n")
             assert full.result(SECONDS)
         assert reader.cut(end, 1 << 16) > end
+
+
+def test_what_was_committed_long_ago_does_not_wait(databases: Databases) -> None:
+    """A backlog has waited for longer than any trigger: its first and its last batch are due when they come."""
+    trigger = 0.2
+    with psycopg.connect(databases.source, autocommit=True) as source:
+        source.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
+        slot = f"s_{source.info.dbname}"
+        row = source.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
+        start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
+        source.execute("INSERT INTO t VALUES (1, 'a')")
+        source.execute("SELECT pg_sleep(%s)", [2 * trigger])
+        after, coming = Position(start), time.monotonic() + 1e6
+        with closing(WalReader(databases.source, slot, "p", start)) as reader:
+            assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
+            assert reader.await_batch(after, UNLIMITED, coming, trigger, patience=0.0)
+            assert not reader.await_batch(after, UNLIMITED, coming, 1e6, patience=0.0)  # not so long ago
 
 
 def test_what_came_before_a_change_that_cannot_be_sent_is_delivered(databases: Databases) -> None:

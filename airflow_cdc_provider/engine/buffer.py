@@ -88,6 +88,7 @@ class Buffer:
     def __init__(self, start: Position, block_bytes: int) -> None:
         self.position = start.lsn
         self.bytes = 0
+        self._sent_at = self._committed_at = 0
         self._blocks: deque[Block] = deque()
         self._block_bytes = block_bytes
         self._end = start
@@ -190,15 +191,20 @@ class Buffer:
             self._seal_open()
 
     def _commit(self, lsn: int, end_lsn: int) -> None:
-        begun = self._transaction.commit_lsn if self._transaction is not None else None
-        if lsn != begun or not 0 < end_lsn - lsn < _LONGEST_COMMIT:
+        transaction = self._transaction
+        if transaction is None or lsn != transaction.commit_lsn or not 0 < end_lsn - lsn < _LONGEST_COMMIT:
             raise ProtocolError(
                 f"a commit at {format_lsn(lsn)} that ends at {format_lsn(end_lsn)}, where"
-                + (f" one at {format_lsn(begun)} was to come" if begun is not None else " no transaction has begun"),
+                + (
+                    f" one at {format_lsn(transaction.commit_lsn)} was to come"
+                    if transaction is not None
+                    else " no transaction has begun"
+                ),
                 "Start the stream again from its last commit; if that fails too, report it with the server's version.",
             )
         in_parts = self._context[1] is not None and self._committed is None
         self._transaction = None
+        self._committed_at = transaction.commit_ts
         self.position = end_lsn
         if not self._content and not in_parts:
             self._forget_transaction()
@@ -222,6 +228,15 @@ class Buffer:
         """Note a keepalive: between transactions it stands for everything before it in the byte stream."""
         if self._transaction is None:
             self.position = max(self.position, wal_end)
+
+    def sent(self, at: int) -> None:
+        """Note when the server has sent what came last: microseconds since 1970, by its clock."""
+        self._sent_at = at
+
+    @property
+    def age(self) -> float:
+        """Seconds between the last commit and what the server has sent last, both by its clock."""
+        return max(0, self._sent_at - self._committed_at) / 1e6
 
     def holds(self, after: Position) -> bool:
         """Whether a whole transaction with content has come behind a position."""

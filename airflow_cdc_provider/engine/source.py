@@ -109,7 +109,8 @@ class SourceOptions:
     :param sink: where pieces are deposited that are too large to be shipped.
     :param epoch: of the run.
     :param trigger: least seconds from the start of a batch to that of the next, unless there is as much as a batch may
-        hold. Spark's own triggers would have a backlog wait, too, and a single change for the next round number.
+        hold, or what there is was committed longer ago. Spark's own triggers would have a backlog wait, too, and a
+        single change for the next round number.
         ``None`` for a reader that does not wait, not even for a change.
     :param meeting: ``None`` when pieces are staged behind the read.
     """
@@ -215,7 +216,7 @@ class SlotStreamReader(DataSourceStreamReader):
             self._discard()
         max_bytes = getattr(limit, "max_bytes", options.max_batch_bytes)
         cut = options.trigger is None or reader.await_batch(
-            after, max_bytes, self._advanced + options.trigger, _PATIENCE_SECONDS
+            after, max_bytes, self._advanced, options.trigger, _PATIENCE_SECONDS
         )
         end = reader.cut(after, max_bytes) if cut else after
         if end == after and time.monotonic() - self._advanced >= options.heartbeat:

@@ -23,7 +23,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 import psycopg
@@ -59,6 +59,7 @@ _NAP_SECONDS = 0.0005
 _FEW_BYTES = 4096
 _CHANGE, _KEEPALIVE = b"wk"
 _HEADER, _KEEPALIVE_BYTES = 25, 18  # of XLogData: kind, start, end, time; of a keepalive: kind, end, time, reply
+_SENT_AT = struct.Struct(">17xq")  # in the header of XLogData
 _BODY = itemgetter(slice(_HEADER, None))
 _GULP = 4096  # messages at most, before status is thought of again
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
@@ -110,19 +111,23 @@ class WalReader:
         self._thread = threading.Thread(target=self._run, name="wal-reader", daemon=True)
         self._thread.start()
 
-    def await_batch(self, after: Position, limit: int, due: float, patience: float) -> bool:
+    def await_batch(self, after: Position, limit: int, begun: float, trigger: float, patience: float) -> bool:
         """Wait for the first transaction of the batch that begins at ``after``, then until it is due or full.
 
+        It is due when the trigger has passed since the batch before has begun, or since its last transaction was
+        committed: what comes so late, of a backlog, has waited for long enough.
+
         :param limit: bytes of a full batch.
-        :param due: of the clock :func:`time.monotonic`.
+        :param begun: of the clock :func:`time.monotonic`.
+        :param trigger: in seconds.
         :param patience: seconds to wait at most.
         :returns: whether the batch is to be cut now; also true when nothing more will come.
         """
-        last = time.monotonic() + patience
+        due, last = begun + trigger, time.monotonic() + patience
         with self._changed:
             while self._failure is None and self._buffer.bytes < limit:
                 now, holds = time.monotonic(), self._buffer.holds(after)
-                if holds and now >= due:
+                if holds and (now >= due or self._buffer.age >= trigger):
                     return True
                 if now >= last:
                     return False
@@ -282,7 +287,7 @@ def gulp(get: Callable[[int], tuple[int, memoryview]], buffer: Buffer, room: int
             changes.append(message)
             room -= length
         elif length >= _KEEPALIVE_BYTES and message[0] == _KEEPALIVE:
-            buffer.extend(list(map(_BODY, changes)))
+            _extend(buffer, changes)
             changes = []
             wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
             buffer.keepalive(wal_end)
@@ -291,8 +296,15 @@ def gulp(get: Callable[[int], tuple[int, memoryview]], buffer: Buffer, room: int
             raise malformed(message)
         else:
             break
-    buffer.extend(list(map(_BODY, changes)))
+    _extend(buffer, changes)
     return length, asked
+
+
+def _extend(buffer: Buffer, changes: Sequence[memoryview]) -> None:
+    buffer.extend(list(map(_BODY, changes)))
+    if changes:
+        (sent_at,) = _SENT_AT.unpack_from(changes[-1])
+        buffer.sent(sent_at + EPOCH_2000)
 
 
 class _Question(threading.Thread):
