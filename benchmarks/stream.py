@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.origin import Origin
+from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
 from airflow_cdc_provider.engine.slot import read_identity
@@ -35,6 +37,7 @@ from airflow_cdc_provider.engine.sockets import meeting_place
 from airflow_cdc_provider.engine.source import Meeting, SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine.wal import WalReader
 from benchmarks.backlog import PUBLICATION, Backlog, make_backlog, sums, walsender_start
 from benchmarks.lab import Lab, create_database, drop_database, execute
 from benchmarks.outlets import OUTLETS, Outlet
@@ -46,17 +49,17 @@ from benchmarks.report import Series, WrongResult, check, tell
 from benchmarks.shapes import Shape
 from benchmarks.sinks import NoopSink, ParquetSink
 
-NOOP, PARQUET, MIRROR = "stream-noop", "stream-parquet", "stream-mirror"
+READER, NOOP, PARQUET, MIRROR = "stream-reader", "stream-noop", "stream-parquet", "stream-mirror"
 PIPELINES = {f"stream-{name}": outlet for name, outlet in OUTLETS.items()}
 """Cases that are whole pipelines."""
-PEERS = (SUBSCRIPTION, debezium.COUNT, debezium.JSON, flink.FLINK)
-CASES = (NOOP, PARQUET, *PIPELINES, *PEERS)
+PEERS = (SUBSCRIPTION, debezium.COUNT, debezium.WARM, debezium.JSON, flink.FLINK)
+CASES = (READER, NOOP, PARQUET, *PIPELINES, *PEERS)
 TRANSACTION = 1000
 """Changes of each transaction, of the default shape."""
 
-# Before anything is measured every case drains half of the changes, but no more than this: a JVM becomes faster for
+# Before anything is measured every case drains as many changes, but no more than this: a JVM becomes faster for
 # minutes.
-_WARM_CHANGES = 1_000 * TRANSACTION
+_WARM_CHANGES = 2_000 * TRANSACTION
 _FEW_CHANGES = 10 * TRANSACTION  # not worth a warm-up
 _SECONDS = 3600.0
 
@@ -83,7 +86,7 @@ def measure(lab: Lab, changes: int, repeat: int, cases: Collection[str], shapes:
     series = []
     for n, shape in enumerate(shapes):
         if changes > _FEW_CHANGES:
-            _measure(lab, f"warm{n}", min(changes // 2, _WARM_CHANGES), 1, cases, shape)
+            _measure(lab, f"warm{n}", min(changes, _WARM_CHANGES), 1, cases, shape)
         series += _measure(lab, f"stream{n}", changes, repeat, cases, shape)
     return series
 
@@ -104,8 +107,10 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
         RECVLOGICAL: lambda i: recvlogical(backlog),
         SUBSCRIPTION: lambda i: subscription.drain(backlog, f"{database}_subscribed{i}"),
         debezium.COUNT: lambda i: debezium.drain(backlog, debezium.COUNT),
+        debezium.WARM: lambda i: debezium.drain(backlog, debezium.WARM),
         debezium.JSON: lambda i: debezium.drain(backlog, debezium.JSON),
         flink.FLINK: lambda i: flink.drain(backlog),
+        READER: lambda i: _reader(backlog),
         NOOP: lambda i: _noop(backlog),
         PARQUET: lambda i: _parquet(backlog),
         **{case: partial(_pipeline, backlog, case, ours) for case, ours in pipelines.items()},
@@ -136,7 +141,7 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
 def _others(case: str) -> tuple[str, ...]:
     """Peers that a case is compared with beside ``pg_recvlogical``."""
     into_postgres = (SUBSCRIPTION,) if case == MIRROR else ()
-    return () if case in PEERS else (*into_postgres, debezium.COUNT, debezium.JSON, flink.FLINK)
+    return () if case in PEERS else (*into_postgres, *PEERS[1:])
 
 
 def _provision(lab: Lab, name: str, database: str, outlet: Outlet) -> Pipeline:
@@ -149,6 +154,19 @@ def _provision(lab: Lab, name: str, database: str, outlet: Outlet) -> Pipeline:
 
 
 # -- the cases -----------------------------------------------------------------------------------------
+
+
+def _reader(backlog: Backlog) -> float:
+    """Read the log into blocks, which nobody stages: what the walsender gives."""
+    position, pieces = Position(backlog.start), []
+    with backlog.slot() as slot, closing(WalReader(backlog.dsn, slot, PUBLICATION, backlog.start)) as reader:
+        while position.lsn < backlog.end:
+            begin, position = position, reader.reach(backlog.end)
+            pieces += reader.take(begin, position)
+            reader.committed(position)
+        seconds = time.time() - walsender_start(backlog.dsn, slot)
+    check(backlog.changes, sum(len(part.op) for piece in pieces for part in decode(piece)), f"{READER}: changes")
+    return seconds
 
 
 def _noop(backlog: Backlog) -> float:

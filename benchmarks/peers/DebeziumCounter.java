@@ -4,28 +4,45 @@ import io.debezium.engine.DebeziumEngine;
 import io.debezium.engine.format.Json;
 import io.debezium.engine.format.SerializationFormat;
 import java.io.FileReader;
+import java.util.Arrays;
 import java.util.Properties;
+import java.util.concurrent.CountDownLatch;
 import java.util.function.ToLongFunction;
 import org.apache.kafka.connect.data.Struct;
 import org.apache.kafka.connect.source.SourceRecord;
 
 /** Counts what Debezium's engine brings of tables, and sums their keys up. */
 public class DebeziumCounter {
-    private static long count = 0;
-    private static long keys = 0;
+    private final long wanted;
+    private final CountDownLatch told = new CountDownLatch(1);
+    private long count = 0;
+    private long keys = 0;
+    private volatile boolean closing = false;
 
-    /** Takes a file of the engine's properties, "json" or "count", and after how many changes to tell; then it waits. */
+    private DebeziumCounter(long wanted) {
+        this.wanted = wanted;
+    }
+
+    /**
+     * Takes a file of the engine's properties, "json" or "count", after how many changes to tell, and slots; these are
+     * read one after the other, each by an engine of its own. Then it waits.
+     */
     public static void main(String[] args) throws Exception {
         var properties = new Properties();
         try (var file = new FileReader(args[0])) {
             properties.load(file);
         }
-        var wanted = Long.parseLong(args[2]);
-        if (args[1].equals("json")) {
-            run(Json.class, properties, wanted, DebeziumCounter::keyOfJson);
-        } else {
-            run(Connect.class, properties, wanted, event -> ((Struct) event.value().key()).getInt64("id"));
+        for (var slot : Arrays.asList(args).subList(3, args.length)) {
+            properties.setProperty("slot.name", slot);
+            var counter = new DebeziumCounter(Long.parseLong(args[2]));
+            var last = slot.equals(args[args.length - 1]);
+            if (args[1].equals("json")) {
+                counter.run(Json.class, properties, DebeziumCounter::keyOfJson, last);
+            } else {
+                counter.run(Connect.class, properties, event -> ((Struct) event.value().key()).getInt64("id"), last);
+            }
         }
+        Thread.sleep(Long.MAX_VALUE);
     }
 
     private static long keyOfJson(ChangeEvent<String, String> event) {
@@ -33,11 +50,12 @@ public class DebeziumCounter {
         return Long.parseLong(key.substring(key.indexOf(':') + 1, key.length() - 1).strip());
     }
 
-    private static <R> void run(
+    /** Returns when it has told; the last one goes on. */
+    private <R> void run(
             Class<? extends SerializationFormat<R>> format,
             Properties properties,
-            long wanted,
-            ToLongFunction<ChangeEvent<R, R>> keyOf) throws Exception {
+            ToLongFunction<ChangeEvent<R, R>> keyOf,
+            boolean last) throws Exception {
         var engine = DebeziumEngine.create(format)
             .using(properties)
             .notifying((events, committer) -> {
@@ -49,11 +67,15 @@ public class DebeziumCounter {
                     committer.markProcessed(event);
                 }
                 committer.markBatchFinished();
-                if (count >= wanted) {
+                if (count >= wanted && told.getCount() > 0) {
                     System.out.println(count + " " + keys);
+                    told.countDown();
                 }
             })
             .using((success, message, error) -> {
+                if (closing) {
+                    return;
+                }
                 System.err.println(message);
                 if (error != null) {
                     error.printStackTrace();
@@ -63,6 +85,10 @@ public class DebeziumCounter {
             .build();
         System.out.println("begins");
         new Thread(engine).start();
-        Thread.sleep(Long.MAX_VALUE);
+        told.await();
+        if (!last) {
+            closing = true;
+            engine.close();
+        }
     }
 }
