@@ -92,6 +92,7 @@ class KafkaLab:
                 "source": source,
                 "sink": sink,
                 "state": f"file://{self.directory / 'state' / name}",
+                "stream": {"trigger": "0 seconds"},  # a backlog of topics would wait
                 "spark": {"master": "local[2]", "conf": {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}},
             }
         )

@@ -7,6 +7,7 @@ when the unit with the last change is done: what Spark needs to start a query is
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import threading
 import time
@@ -61,6 +62,7 @@ TRANSACTION = 1000
 # minutes.
 _WARM_CHANGES = 2_000 * TRANSACTION
 _FEW_CHANGES = 10 * TRANSACTION  # not worth a warm-up
+_BATCH_BYTES, _LOOK_SECONDS = 64 << 20, 0.05
 _SECONDS = 3600.0
 
 
@@ -161,7 +163,8 @@ def _reader(backlog: Backlog) -> float:
     position, pieces = Position(backlog.start), []
     with backlog.slot() as slot, closing(WalReader(backlog.dsn, slot, PUBLICATION, backlog.start)) as reader:
         while position.lsn < backlog.end:
-            begin, position = position, reader.reach(backlog.end)
+            reader.await_batch(position, _BATCH_BYTES, begun=0.0, trigger=math.inf, patience=_LOOK_SECONDS)
+            begin, position = position, reader.cut(position, _BATCH_BYTES)
             pieces += reader.take(begin, position)
             reader.committed(position)
         seconds = time.time() - walsender_start(backlog.dsn, slot)

@@ -10,7 +10,8 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -117,7 +118,7 @@ def replay(messages: list[bytes]) -> Callable[[int], tuple[int, memoryview]]:
 
 @given(
     transactions=st.lists(st.lists(MESSAGES | st.lists(ROWS, min_size=6, max_size=40)), max_size=8),
-    block_bytes=st.integers(20, 2000),
+    block_bytes=st.integers(22, 2000),
     rooms=st.lists(st.integers(1, 3000), min_size=1, max_size=10),
 )
 @settings(max_examples=200, deadline=None)
@@ -125,9 +126,10 @@ def test_messages_in_gulps_are_those_that_come_one_by_one(
     transactions: list[list[bytes | list[bytes]]], block_bytes: int, rooms: list[int]
 ) -> None:
     """Keepalives come between transactions, and within them, where an empty message stands for one."""
-    messages = []
+    messages, contents = [], []
     for n, changes in enumerate(transactions, start=1):
         flat = [row for each in changes for row in (each if isinstance(each, list) else [each])]
+        contents.append([message for message in flat if message and message != OTHERS])
         sent = [begin(100 * n, n, 1_000_000 * n), *flat, commit(100 * n, 100 * n + 1)]
         header = struct.pack(">cqqq", b"w", 0, 0, 1_500_000 * n)
         messages += [header + message if message else keepalive(100 * n) for message in sent]
@@ -149,8 +151,9 @@ def test_messages_in_gulps_are_those_that_come_one_by_one(
         assert (gulped.bytes, gulped.position) == (single.bytes, single.position)
         told = [message for message in messages[: len(messages) - len(left)] if message[:1] == b"w"]
         committed = sum(message[25:26] == b"C" for message in told)
-        if committed:  # one a second, and each was sent a second and a half after the one before
-            assert gulped.age == 1.5 * (committed + (told[-1][25:26] != b"C")) - committed
+        kept = [n for n, flat in enumerate(contents[:committed], start=1) if flat]
+        if kept:  # the nth transaction was committed in second n, and sent in second 1.5 n
+            assert gulped.age == 1.5 * (committed + (told[-1][25:26] != b"C")) - kept[-1]
     end = single.seal()
     assert gulped.seal() == end
     assert [p.parts() for p in gulped.take(Position(0), end)] == [p.parts() for p in single.take(Position(0), end)]
@@ -235,13 +238,18 @@ def test_a_transaction_without_content_only_moves_the_position() -> None:
 
 
 @contextmanager
-def slot_reader(dsn: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
-    """A table, a publication, a slot, and a reader on it, with the slot's consistent point."""
+def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
+    """A table, a publication, a slot, and a reader on it, with the slot's consistent point.
+
+    :param waiting: statements that are in the log before the reader comes.
+    """
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
         slot = f"s_{connection.info.dbname}"
         row = connection.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
         start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
+        for statement in waiting:
+            connection.execute(statement)
     reader = WalReader(dsn, slot, "p", start, **arguments)
     try:
         yield reader, start
@@ -291,20 +299,44 @@ def test_a_batch_is_awaited_until_it_is_due_or_full(databases: Databases) -> Non
 
 
 def test_what_was_committed_long_ago_does_not_wait(databases: Databases) -> None:
-    """A backlog has waited for longer than any trigger: its first and its last batch are due when they come."""
-    trigger = 0.2
-    with psycopg.connect(databases.source, autocommit=True) as source:
-        source.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
-        slot = f"s_{source.info.dbname}"
-        row = source.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
-        start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
-        source.execute("INSERT INTO t VALUES (1, 'a')")
-        source.execute("SELECT pg_sleep(%s)", [2 * trigger])
-        after, coming = Position(start), time.monotonic() + 1e6
-        with closing(WalReader(databases.source, slot, "p", start)) as reader:
-            assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
-            assert reader.await_batch(after, UNLIMITED, coming, trigger, patience=0.0)
-            assert not reader.await_batch(after, UNLIMITED, coming, 1e6, patience=0.0)  # not so long ago
+    """A backlog has waited for longer than any trigger."""
+    trigger, coming = 0.2, time.monotonic() + 1e6
+    with slot_reader(databases.source, "INSERT INTO t VALUES (1)", f"SELECT pg_sleep({2 * trigger})") as (
+        reader,
+        start,
+    ):
+        after = Position(start)
+        assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
+        assert reader.await_batch(after, UNLIMITED, coming, trigger, patience=0.0)
+        assert not reader.await_batch(after, UNLIMITED, coming, 1e6, patience=0.0)  # not so long ago
+
+
+def test_the_time_of_another_server_makes_no_backlog(databases: Databases) -> None:
+    """What was replicated to the source has the time of its own server, which may be years behind."""
+    replicated = (
+        "SELECT pg_replication_origin_create('elsewhere'), pg_replication_origin_session_setup('elsewhere')",
+        "BEGIN; SELECT pg_replication_origin_xact_setup('0/1', '2001-01-01'); INSERT INTO t VALUES (1); COMMIT",
+        "SELECT pg_replication_origin_session_reset(), pg_replication_origin_drop('elsewhere')",
+    )
+    with slot_reader(databases.source, *replicated) as (reader, start):
+        after = Position(start)
+        assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
+        ((changes,),) = [decode(piece) for piece in reader.take(after, reader.cut(after, UNLIMITED))]
+        assert changes.commit_ts[0] < datetime(2002, 1, 1, tzinfo=UTC).timestamp() * 1e6
+        assert reader._buffer.age == 0
+
+
+def test_a_transaction_without_content_makes_nothing_younger() -> None:
+    buffer = Buffer(Position(0), block_bytes=1000)
+    for messages, sent_at in (
+        ([begin(100, 1, 5_000_000), insert(1), commit(100, 101)], 6_000_000),
+        ([begin(200, 2, 7_000_000), commit(200, 201)], 9_500_000),
+        ([begin(300, 3, 9_000_000)], 10_000_000),
+    ):
+        gulp(replay([struct.pack(">cqqq", b"w", 0, 0, sent_at) + message for message in messages]), buffer, 1 << 20)
+    assert buffer.age == 5.0
+    gulp(replay([struct.pack(">cqqq", b"w", 0, 0, 8_000_000) + m for m in (insert(2), commit(300, 301))]), buffer, 1000)
+    assert buffer.age == 0  # the clock was set back
 
 
 def test_what_came_before_a_change_that_cannot_be_sent_is_delivered(databases: Databases) -> None:

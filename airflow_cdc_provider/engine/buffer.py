@@ -28,13 +28,14 @@ MESSAGE_PREFIX = "airflow_cdc"
 EPOCH_2000 = 946_684_800_000_000
 """Postgres counts microseconds from 2000; this is 2000 in microseconds since 1970."""
 
-_BEGIN, _COMMIT, _RELATION, _MESSAGE, _TRUNCATE = b"BCRMT"
+_BEGIN, _COMMIT, _RELATION, _MESSAGE, _TRUNCATE, _ORIGIN = b"BCRMTO"
 _ROWS = frozenset(b"IUD")
 # Fewer rows in a run are not worth the trouble.
 _RUN, _TAG = re.compile(rb"[IUD]{8,}"), itemgetter(0)
 # A commit record lists subtransactions, dropped files and invalidations; its size is limited to a gigabyte.
 _LONGEST_COMMIT = 1 << 31
 _MARKER = MESSAGE_PREFIX.encode() + b"\0"
+_NEVER = 1 << 62  # a time that does not come
 _FORGETTABLE_BYTES = 1 << 20  # a piece may hold so much of what stands behind it in memory
 
 
@@ -88,7 +89,7 @@ class Buffer:
     def __init__(self, start: Position, block_bytes: int) -> None:
         self.position = start.lsn
         self.bytes = 0
-        self._sent_at = self._committed_at = 0
+        self._sent_at = self._committed_at = self._commits_at = 0
         self._blocks: deque[Block] = deque()
         self._block_bytes = block_bytes
         self._end = start
@@ -171,10 +172,13 @@ class Buffer:
             self._rows += 1
         elif tag == _BEGIN:
             lsn, timestamp, xid = struct.unpack_from(">qqI", message, 1)
-            self._transaction = OpenTransaction(xid, lsn, timestamp + EPOCH_2000, 0)
+            self._commits_at = timestamp + EPOCH_2000
+            self._transaction = OpenTransaction(xid, lsn, self._commits_at, 0)
             self._rows = 0
             self._content = False
             self._begin = _Mark(len(self._lengths) - 1, self._size - size)
+        elif tag == _ORIGIN:
+            self._commits_at = _NEVER  # the time is that of the server from which the transaction was replicated
         elif tag == _COMMIT:
             self._commit(*struct.unpack_from(">qq", message, 2))
             return
@@ -191,24 +195,20 @@ class Buffer:
             self._seal_open()
 
     def _commit(self, lsn: int, end_lsn: int) -> None:
-        transaction = self._transaction
-        if transaction is None or lsn != transaction.commit_lsn or not 0 < end_lsn - lsn < _LONGEST_COMMIT:
+        begun = self._transaction.commit_lsn if self._transaction is not None else None
+        if lsn != begun or not 0 < end_lsn - lsn < _LONGEST_COMMIT:
             raise ProtocolError(
                 f"a commit at {format_lsn(lsn)} that ends at {format_lsn(end_lsn)}, where"
-                + (
-                    f" one at {format_lsn(transaction.commit_lsn)} was to come"
-                    if transaction is not None
-                    else " no transaction has begun"
-                ),
+                + (f" one at {format_lsn(begun)} was to come" if begun is not None else " no transaction has begun"),
                 "Start the stream again from its last commit; if that fails too, report it with the server's version.",
             )
         in_parts = self._context[1] is not None and self._committed is None
         self._transaction = None
-        self._committed_at = transaction.commit_ts
         self.position = end_lsn
         if not self._content and not in_parts:
             self._forget_transaction()
             return
+        self._committed_at = self._commits_at
         self._committed = _Mark(len(self._lengths), self._size)
         self._committed_lsn = end_lsn
         self._committed_relations = self._relations
@@ -230,12 +230,16 @@ class Buffer:
             self.position = max(self.position, wal_end)
 
     def sent(self, at: int) -> None:
-        """Note when the server has sent what came last: microseconds since 1970, by its clock."""
+        """Note when the server has sent what came last: microseconds since 1970, by its clock, not ours."""
         self._sent_at = at
 
     @property
     def age(self) -> float:
-        """Seconds between the last commit and what the server has sent last, both by its clock."""
+        """How old the last transaction with content was when the server sent what came last, in seconds.
+
+        Zero for one that was replicated to the server, whose time is that of another clock. Only where one
+        :meth:`holds` does it mean anything.
+        """
         return max(0, self._sent_at - self._committed_at) / 1e6
 
     def holds(self, after: Position) -> bool:

@@ -255,7 +255,7 @@ class _Wire:
         return wire
 
     def read(self, dtype: str, at: Ints) -> NDArray[Any]:
-        """Gather the numbers that begin at ``at``; zeros stand beyond the end of the data, which callers check.
+        """Gather the numbers that begin at ``at``, which ascends; zeros stand beyond the end, which callers check.
 
         To find the bytes takes longer than to move them: what stands together is read as one number of eight.
         """
@@ -266,7 +266,7 @@ class _Wire:
 
 
 def _gather(data: Bytes, dtype: str, at: Ints) -> NDArray[Any]:
-    """See :meth:`_Wire.read`; positions grow."""
+    """See :meth:`_Wire.read`."""
     # A view of the numbers at all positions, overlapping and unaligned: one indexing instead of one an octet.
     size = np.dtype(dtype).itemsize
     window = np.ndarray((max(len(data) - size + 1, 0),), dtype, data, strides=(1,))

@@ -216,7 +216,7 @@ class SlotStreamReader(DataSourceStreamReader):
             self._discard()
         max_bytes = getattr(limit, "max_bytes", options.max_batch_bytes)
         cut = options.trigger is None or reader.await_batch(
-            after, max_bytes, self._advanced, options.trigger, _PATIENCE_SECONDS
+            after, max_bytes, begun=self._advanced, trigger=options.trigger, patience=_PATIENCE_SECONDS
         )
         end = reader.cut(after, max_bytes) if cut else after
         if end == after and time.monotonic() - self._advanced >= options.heartbeat:

@@ -114,11 +114,11 @@ class WalReader:
     def await_batch(self, after: Position, limit: int, begun: float, trigger: float, patience: float) -> bool:
         """Wait for the first transaction of the batch that begins at ``after``, then until it is due or full.
 
-        It is due when the trigger has passed since the batch before has begun, or since its last transaction was
-        committed: what comes so late, of a backlog, has waited for long enough.
+        It is due when the trigger has passed since the batch before began, or when the last transaction that has come
+        was older than that as it was sent: what comes so late, of a backlog, has waited for long enough.
 
         :param limit: bytes of a full batch.
-        :param begun: of the clock :func:`time.monotonic`.
+        :param begun: when the batch before began, of the clock :func:`time.monotonic`.
         :param trigger: in seconds.
         :param patience: seconds to wait at most.
         :returns: whether the batch is to be cut now; also true when nothing more will come.

@@ -4,6 +4,7 @@ import io.debezium.engine.DebeziumEngine;
 import io.debezium.engine.format.Json;
 import io.debezium.engine.format.SerializationFormat;
 import java.io.FileReader;
+import java.io.IOException;
 import java.util.Arrays;
 import java.util.Properties;
 import java.util.concurrent.CountDownLatch;
@@ -88,7 +89,12 @@ public class DebeziumCounter {
         told.await();
         if (!last) {
             closing = true;
-            engine.close();
+            try {
+                engine.close();
+            } catch (IOException | IllegalStateException e) { // the engine's threads would outlive main
+                e.printStackTrace();
+                Runtime.getRuntime().halt(1);
+            }
         }
     }
 }
