@@ -7,12 +7,10 @@ when the unit with the last change is done: what Spark needs to start a query is
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,6 @@ from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
 from airflow_cdc_provider.engine.slot import read_identity
@@ -38,7 +35,6 @@ from airflow_cdc_provider.engine.sockets import meeting_place
 from airflow_cdc_provider.engine.source import Meeting, SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob
-from airflow_cdc_provider.engine.wal import WalReader
 from benchmarks.backlog import PUBLICATION, Backlog, make_backlog, sums, walsender_start
 from benchmarks.lab import Lab, create_database, drop_database, execute
 from benchmarks.outlets import OUTLETS, Outlet
@@ -50,11 +46,11 @@ from benchmarks.report import Series, WrongResult, check, tell
 from benchmarks.shapes import Shape
 from benchmarks.sinks import NoopSink, ParquetSink
 
-READER, NOOP, PARQUET, MIRROR = "stream-reader", "stream-noop", "stream-parquet", "stream-mirror"
+NOOP, PARQUET, MIRROR = "stream-noop", "stream-parquet", "stream-mirror"
 PIPELINES = {f"stream-{name}": outlet for name, outlet in OUTLETS.items()}
 """Cases that are whole pipelines."""
 PEERS = (SUBSCRIPTION, debezium.COUNT, debezium.WARM, debezium.JSON, flink.FLINK)
-CASES = (READER, NOOP, PARQUET, *PIPELINES, *PEERS)
+CASES = (NOOP, PARQUET, *PIPELINES, *PEERS)
 TRANSACTION = 1000
 """Changes of each transaction, of the default shape."""
 
@@ -62,7 +58,6 @@ TRANSACTION = 1000
 # minutes.
 _WARM_CHANGES = 2_000 * TRANSACTION
 _FEW_CHANGES = 10 * TRANSACTION  # not worth a warm-up
-_BATCH_BYTES, _LOOK_SECONDS = 64 << 20, 0.05
 _SECONDS = 3600.0
 
 
@@ -112,7 +107,6 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
         debezium.WARM: lambda i: debezium.drain(backlog, debezium.WARM),
         debezium.JSON: lambda i: debezium.drain(backlog, debezium.JSON),
         flink.FLINK: lambda i: flink.drain(backlog),
-        READER: lambda i: _reader(backlog),
         NOOP: lambda i: _noop(backlog),
         PARQUET: lambda i: _parquet(backlog),
         **{case: partial(_pipeline, backlog, case, ours) for case, ours in pipelines.items()},
@@ -156,20 +150,6 @@ def _provision(lab: Lab, name: str, database: str, outlet: Outlet) -> Pipeline:
 
 
 # -- the cases -----------------------------------------------------------------------------------------
-
-
-def _reader(backlog: Backlog) -> float:
-    """Read the log into blocks, which nobody stages: what the walsender gives."""
-    position, pieces = Position(backlog.start), []
-    with backlog.slot() as slot, closing(WalReader(backlog.dsn, slot, PUBLICATION, backlog.start)) as reader:
-        while position.lsn < backlog.end:
-            reader.await_batch(position, _BATCH_BYTES, begun=0.0, trigger=math.inf, patience=_LOOK_SECONDS)
-            begin, position = position, reader.cut(position, _BATCH_BYTES)
-            pieces += reader.take(begin, position)
-            reader.committed(position)
-        seconds = time.time() - walsender_start(backlog.dsn, slot)
-    check(backlog.changes, sum(len(part.op) for piece in pieces for part in decode(piece)), f"{READER}: changes")
-    return seconds
 
 
 def _noop(backlog: Backlog) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 _SHAPES = ("narrow", "1-kb", "wide", "toasted", "single", "giant", "500-tables")
 
 RUNS = {
-    "streams": "stream-reader stream-noop stream-parquet stream-mirror stream-files stream-kafka subscription"
+    "streams": "stream-noop stream-parquet stream-mirror stream-files stream-kafka subscription"
     " debezium-count debezium-warm debezium-json --rows 2000000 --repeat 5",
     "updates": "stream-mirror subscription debezium-count debezium-warm --shape updates --rows 2000000",
     "sinks": "stream-changelog stream-delta stream-mysql debezium-count flink-cdc --rows 500000",

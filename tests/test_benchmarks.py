@@ -22,7 +22,7 @@ from benchmarks.sustained import NOT_HELD, Load, Sustained
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
 PEERS = {"copy | copy": None, "snapshot": "copy | copy", "pg_recvlogical": None} | dict.fromkeys(
-    ("stream-reader", "stream-noop", "stream-parquet", "stream-mirror"), "pg_recvlogical"
+    ("stream-noop", "stream-parquet", "stream-mirror"), "pg_recvlogical"
 )
 SMALL = ("--rows", "4000", "--repeat", "1")
 
