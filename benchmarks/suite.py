@@ -17,7 +17,7 @@ _SHAPES = ("narrow", "1-kb", "wide", "toasted", "single", "giant", "500-tables")
 
 RUNS = {
     "streams": "stream-noop stream-parquet stream-mirror stream-files stream-kafka subscription"
-    " debezium-count debezium-warm debezium-json --rows 2000000 --repeat 5",
+    " debezium-count debezium-warm debezium-json --rows 2000000",
     "updates": "stream-mirror subscription debezium-count debezium-warm --shape updates --rows 2000000",
     "sinks": "stream-changelog stream-delta stream-mysql debezium-count flink-cdc --rows 500000",
     "shapes": f"stream-noop stream-mirror subscription --rows 400000 --shape {' --shape '.join(_SHAPES)}",
