@@ -231,7 +231,7 @@ def _int32(eights: NDArray[np.uint64], i: int) -> Ints:
 class _Wire:
     """The bytes of a piece and where its messages are: arrays with one entry for each message.
 
-    :param head: its first eight bytes: of a row change its kind, the relation's oid, and the kind of tuple.
+    :param head: the first eight bytes of each: of a row change its kind, the relation's oid, and the kind of tuple.
     """
 
     data: Bytes

@@ -14,6 +14,21 @@ from tests.races.scene import Make, Mode, events
 pytestmark = pytest.mark.slow
 
 
+def restart_follows(pipeline: PipelineUnderTest, lsn: int) -> None:
+    """Wait until the slot needs no log before ``lsn``, which has been applied.
+
+    It follows at the next record of running transactions, which the server writes by itself in time; but where such a
+    record has come before and is not acknowledged yet, a slot takes no other to go to.
+    """
+
+    def follows() -> bool:
+        pipeline.source("SELECT pg_log_standby_snapshot()")
+        pipeline.apply()
+        return parse_lsn(commands.status(pipeline.pipeline)["slot"]["restart_lsn"]) >= lsn
+
+    assert await_condition(follows, SECONDS)
+
+
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_rows_of_one_copy(make_pipeline: Make, mode: Mode) -> None:
     """They share the LSN of one record, so that only their number tells them apart."""
@@ -47,27 +62,13 @@ def test_a_busy_table_beside_an_idle_captured_one(make_pipeline: Make) -> None:
     for _ in range(3):
         start = pipeline.marker()
         pipeline.source("INSERT INTO public.busy SELECT n, repeat(md5(n::text), 20) FROM generate_series(1, 8000) n")
-        written.append(pipeline.marker() - start)
+        end = pipeline.marker()
         pipeline.apply()
-        restart_follows(pipeline, start + written[-1])
+        restart_follows(pipeline, end)
+        written.append(end - start)
         retained.append(commands.status(pipeline.pipeline)["slot"]["retained_bytes"])
     assert min(written) > 4 << 20
     assert max(retained) < min(written) / 4, (retained, written)
-
-
-def restart_follows(pipeline: PipelineUnderTest, lsn: int) -> None:
-    """Wait until the slot needs no log before ``lsn``, which has been applied.
-
-    It follows at the next record of running transactions, which the server writes by itself in time; but where such a
-    record has come before and is not acknowledged yet, a slot takes no other to go to.
-    """
-
-    def follows() -> bool:
-        pipeline.source("SELECT pg_log_standby_snapshot()")
-        pipeline.apply()
-        return parse_lsn(commands.status(pipeline.pipeline)["slot"]["restart_lsn"]) >= lsn
-
-    assert await_condition(follows, SECONDS)
 
 
 def test_the_slot_after_a_bounded_run(make_pipeline: Make) -> None:
