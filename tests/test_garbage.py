@@ -29,7 +29,7 @@ def new_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def read() -> None:
-    list(SlotStreamReader(cast(Any, None)).read(PiecePartition("", "", 0, b"")))
+    list(SlotStreamReader(cast(Any, None)).read(PiecePartition([{"index": 0, "piece": b""}])))
 
 
 def stage() -> None:

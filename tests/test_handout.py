@@ -13,6 +13,7 @@ from pyspark import SparkContext
 from pyspark.sql.classic.dataframe import DataFrame
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.sinks.base import StagedPiece
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from tests.conftest import Databases
@@ -76,3 +77,37 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
     assert all(value.isdigit() for value in found)
     assert databases.target not in seen
     assert "zebra" not in seen
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_batch_has_no_more_tasks_than_run_at_once(
+    databases: Databases, tmp_path: Path, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one machine a task takes several pieces, each of which is staged once."""
+    events = tmp_path / "events"
+    events.mkdir()
+    conf = {"spark.eventLog.enabled": "true", "spark.eventLog.compress": "false"}
+    conf |= {"spark.eventLog.dir": f"file://{events}"}
+    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], spark={"master": f"local[{cores}]", "conf": conf})
+    pipeline.source("CREATE TABLE public.t (k int PRIMARY KEY, v text)")
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source("INSERT INTO public.t SELECT n, repeat('v', 1000) FROM generate_series(1, 30000) n")
+    staged: list[list[int]] = []
+    stage = Handout.stage
+
+    def noted(self: Handout, *arguments: Any) -> list[Any]:
+        messages = stage(self, *arguments)
+        staged.append(sorted(message.index for message in messages))
+        return messages
+
+    monkeypatch.setattr(Handout, "stage", noted)
+    commands.stream(pipeline.pipeline, until="caught-up")
+    pipeline.assert_equal()
+    assert [0, 1, 2, 3] in staged
+    logs = [path for path in events.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    lines = [line for path in logs for line in path.read_text().splitlines()]
+    stages = [event["Stage Info"] for event in map(json.loads, lines) if event["Event"].endswith("StageCompleted")]
+    assert max(stage["Number of Tasks"] for stage in stages) == cores

@@ -83,11 +83,11 @@ class Meeting:
     """Where the reader meets other processes of this machine.
 
     :param directory: there the driver says how pieces are staged, see :mod:`.handout`.
-    :param of_tasks: whether the tasks, too, run on this machine, and can ask the reader for their pieces.
+    :param tasks: how many run at once, if they run on this machine and can ask the reader for their pieces; else 0.
     """
 
     directory: str
-    of_tasks: bool
+    tasks: int
 
     @classmethod
     def of(cls, spark: SparkSession, directory: str) -> Self:
@@ -95,7 +95,8 @@ class Meeting:
         # Of what imports this module only the driver needs pipeline files.
         from airflow_cdc_provider.engine.config import runs_locally
 
-        return cls(directory, runs_locally(str(spark.sparkContext.master)))
+        context = spark.sparkContext
+        return cls(directory, context.defaultParallelism if runs_locally(str(context.master)) else 0)
 
 
 @dataclass(frozen=True)
@@ -151,26 +152,20 @@ def postgres_cdc(options: SourceOptions) -> type[DataSource]:
 
 
 class PiecePartition(InputPartition):
-    """One row of the stream, shipped with its task.
+    """Rows of the stream, shipped with their task.
 
-    :param handed: how it may be staged, from :func:`.handout.handed_out`.
-    :param shelf: where the task asks for the piece, instead of ``piece``.
+    :param rows: by column, without ``message``; at least one.
+    :param handed: how they may be staged, from :func:`.handout.handed_out`.
+    :param shelf: where the task asks for each ``piece``, which is not in the row then.
     """
 
     def __init__(
-        self,
-        start: str,
-        end: str,
-        index: int,
-        piece: bytes,
-        deposit: str | None = None,
-        handed: Mapping[str, bytes] | None = None,
-        shelf: str | None = None,
+        self, rows: Sequence[dict[str, Any]], handed: Mapping[str, bytes] | None = None, shelf: str | None = None
     ) -> None:
-        super().__init__(index)
-        self.shelf = shelf
-        self.row = {"start": start, "end": end, "index": index, "piece": piece, "deposit": deposit}
+        super().__init__(rows[0]["index"])
+        self.rows = rows
         self.handed = handed or {}
+        self.shelf = shelf
 
 
 class SlotStreamReader(DataSourceStreamReader):
@@ -230,17 +225,23 @@ class SlotStreamReader(DataSourceStreamReader):
         first, last = Position.from_json(start), Position.from_json(end)
         failpoint("before-batch-planned")
         pieces = self._connected().take(first, last)
-        texts = json.dumps(start), json.dumps(end)
-        shipped = [self._shippable(piece) for piece in pieces]
-        meeting = self._options.meeting
+        shelf, meeting = None, self._options.meeting
         handed = handed_out(meeting.directory) if meeting is not None else {}
-        shelf = self._shelve([piece for piece, _ in shipped]) if meeting is not None and meeting.of_tasks else None
-        planned = [
-            PiecePartition(*texts, i, piece.to_bytes() if shelf is None else b"", deposit, handed, shelf)
+        shipped = [self._shippable(piece) for piece in pieces]
+        tasks = len(shipped)
+        if meeting is not None and meeting.tasks and shipped:
+            # A task costs its JVM and its worker some ten milliseconds, so that there are no more than run at once.
+            shelf, tasks = self._shelve([piece for piece, _ in shipped]), min(tasks, meeting.tasks)
+        texts = {"start": json.dumps(start), "end": json.dumps(end)}
+        rows: list[dict[str, Any]] = [
+            texts | {"index": i, "piece": piece.to_bytes() if shelf is None else b"", "deposit": deposit}
             for i, (piece, deposit) in enumerate(shipped)
         ]
         failpoint("after-batch-planned")
-        return planned or [PiecePartition(*texts, 0, b"", None, handed)]
+        if not rows:
+            return [PiecePartition([texts | {"index": 0, "piece": b"", "deposit": None}], handed)]
+        # Each takes every so many-th: those that come first are staged first, and may be applied meanwhile.
+        return [PiecePartition(rows[first::tasks], handed, shelf) for first in range(tasks)]
 
     def _shippable(self, piece: Piece) -> tuple[Piece, str | None]:
         """A piece as it is shipped; one that is too large without its messages, which are deposited in the sink."""
@@ -269,19 +270,19 @@ class SlotStreamReader(DataSourceStreamReader):
             self._deposits = []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the one row of a partition, staged if the driver goes by what was handed out; runs on an executor."""
+        """Yield the rows of a partition, staged if the driver goes by what was handed out; runs on an executor."""
         assert isinstance(partition, PiecePartition)
-        row: dict[str, Any] = partition.row
-        if partition.shelf is not None:
-            row = row | {"piece": ask(partition.shelf, _SOCKET, str(row["index"]).encode())}
         stage, failed = chosen(partition.handed), False
-        if stage is not None:
-            message = stage.message(row)
-            failed = isinstance(message, CdcError)
-            row = {"index": row["index"], "message": pickle.dumps(message)}
+        for row in partition.rows:
             if partition.shelf is not None:
-                tell(partition.shelf, row["message"])
-        yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
+                row = row | {"piece": ask(partition.shelf, _SOCKET, str(row["index"]).encode())}
+            if stage is not None:
+                message = stage.message(row)
+                failed |= isinstance(message, CdcError)
+                row = {"index": row["index"], "message": pickle.dumps(message)}
+                if partition.shelf is not None:
+                    tell(partition.shelf, row["message"])
+            yield pa.RecordBatch.from_pylist([row], schema=_ARROW)
         if not failed:
             spare_modules()
 
