@@ -81,11 +81,11 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
 
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(("cores", "told"), [(1, True), (2, True), (1, False)])
 def test_a_batch_has_no_more_tasks_than_run_at_once(
-    databases: Databases, tmp_path: Path, cores: int, monkeypatch: pytest.MonkeyPatch
+    databases: Databases, tmp_path: Path, cores: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one machine a task takes several pieces, each of which is staged once."""
+    """On one machine a task takes several pieces, each of which is staged once, in the read or behind it."""
     events = tmp_path / "events"
     events.mkdir()
     conf = {"spark.eventLog.enabled": "true", "spark.eventLog.compress": "false"}
@@ -104,6 +104,8 @@ def test_a_batch_has_no_more_tasks_than_run_at_once(
         return messages
 
     monkeypatch.setattr(Handout, "stage", noted)
+    if not told:
+        monkeypatch.setattr(SparkContext, "setLocalProperty", lambda *_: None)
     commands.stream(pipeline.pipeline, until="caught-up")
     pipeline.assert_equal()
     assert [0, 1, 2, 3] in staged

@@ -33,7 +33,7 @@ from airflow_cdc_provider.engine.stage import Stage
 _PROPERTY = "airflow_cdc.stage"
 _OFFERS = "offers"
 _TOLD = "told"
-# It is shipped with each piece of a batch, some of which would not fit into a message to an executor with more.
+# It is shipped with each task of a batch, some of which would not fit into a message to an executor with more.
 _LARGEST = 256 << 10
 
 

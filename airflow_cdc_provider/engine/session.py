@@ -36,6 +36,8 @@ DEFAULTS = {
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
+    # As much as a piece of the log: a task holds one at a time.
+    "spark.sql.execution.arrow.maxBytesPerBatch": str(8 << 20),
     # A second attempt beside the first would only be refused by the sink.
     "spark.speculation": "false",
     "spark.python.worker.faulthandler.enabled": "true",

@@ -83,11 +83,12 @@ class Meeting:
     """Where the reader meets other processes of this machine.
 
     :param directory: there the driver says how pieces are staged, see :mod:`.handout`.
-    :param tasks: how many run at once, if they run on this machine and can ask the reader for their pieces; else 0.
+    :param slots: how many tasks run at once (``spark.default.parallelism`` where it is set), if they run on this
+        machine and can ask the reader for their pieces; else 0.
     """
 
     directory: str
-    tasks: int
+    slots: int
 
     @classmethod
     def of(cls, spark: SparkSession, directory: str) -> Self:
@@ -154,9 +155,9 @@ def postgres_cdc(options: SourceOptions) -> type[DataSource]:
 class PiecePartition(InputPartition):
     """Rows of the stream, shipped with their task.
 
-    :param rows: by column, without ``message``; at least one.
+    :param rows: each by column, without ``message``; at least one.
     :param handed: how they may be staged, from :func:`.handout.handed_out`.
-    :param shelf: where the task asks for each ``piece``, which is not in the row then.
+    :param shelf: where the task asks for each ``piece``, which is empty in the rows then.
     """
 
     def __init__(
@@ -225,13 +226,11 @@ class SlotStreamReader(DataSourceStreamReader):
         first, last = Position.from_json(start), Position.from_json(end)
         failpoint("before-batch-planned")
         pieces = self._connected().take(first, last)
-        shelf, meeting = None, self._options.meeting
+        meeting = self._options.meeting
         handed = handed_out(meeting.directory) if meeting is not None else {}
+        slots = meeting.slots if meeting is not None else 0
         shipped = [self._shippable(piece) for piece in pieces]
-        tasks = len(shipped)
-        if meeting is not None and meeting.tasks and shipped:
-            # A task costs its JVM and its worker some ten milliseconds, so that there are no more than run at once.
-            shelf, tasks = self._shelve([piece for piece, _ in shipped]), min(tasks, meeting.tasks)
+        shelf = self._shelve([piece for piece, _ in shipped]) if slots and shipped else None
         texts = {"start": json.dumps(start), "end": json.dumps(end)}
         rows: list[dict[str, Any]] = [
             texts | {"index": i, "piece": piece.to_bytes() if shelf is None else b"", "deposit": deposit}
@@ -240,8 +239,10 @@ class SlotStreamReader(DataSourceStreamReader):
         failpoint("after-batch-planned")
         if not rows:
             return [PiecePartition([texts | {"index": 0, "piece": b"", "deposit": None}], handed)]
-        # Each takes every so many-th: those that come first are staged first, and may be applied meanwhile.
-        return [PiecePartition(rows[first::tasks], handed, shelf) for first in range(tasks)]
+        # Each task costs the JVM and a worker some ten milliseconds: so there are no more than run at once. Pieces are
+        # dealt out in turn, so that the first are staged first: a sink may apply them while the others are staged.
+        tasks = min(len(rows), slots) if slots else len(rows)
+        return [PiecePartition(rows[task::tasks], handed, shelf) for task in range(tasks)]
 
     def _shippable(self, piece: Piece) -> tuple[Piece, str | None]:
         """A piece as it is shipped; one that is too large without its messages, which are deposited in the sink."""

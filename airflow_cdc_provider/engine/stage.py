@@ -75,7 +75,8 @@ class Stage:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         failed = False
         for batch in batches:
-            for row in batch.select(PIECE).to_pylist():
+            for i in range(batch.num_rows):  # one by one, as each is copied
+                (row,) = batch.select(PIECE).slice(i, 1).to_pylist()
                 message = self.message(row)
                 failed |= isinstance(message, CdcError)
                 yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
