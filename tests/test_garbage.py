@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any, cast
 import pytest
 from pyspark.sql import DataFrame
 
-from airflow_cdc_provider.engine import commands, garbage
-from airflow_cdc_provider.engine.errors import Fenced
+from airflow_cdc_provider.engine import commands, garbage, source
+from airflow_cdc_provider.engine.errors import Fenced, ProtocolError
+from airflow_cdc_provider.engine.sinks.base import StagedPiece
 from airflow_cdc_provider.engine.source import PiecePartition, SlotStreamReader
 from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob
+from benchmarks.sinks import NoopSink
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, copy_chunk_of
 
@@ -46,6 +49,18 @@ def test_what_a_worker_has_imported_is_no_garbage(task: Any) -> None:
     assert spared > len(modules) / 2
     task()
     assert gc.get_freeze_count() == spared
+
+
+def test_a_piece_that_fails_leaves_its_traceback_to_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the task has gone on with others, and those have gone well."""
+    sink = cast(Any, NoopSink())
+    monkeypatch.setattr(source, "chosen", lambda handed: Stage(sink, sink, 1, (), {}, 0, ""))
+    row = {"start": "{}", "end": "{}", "deposit": None}
+    rows = [row | {"index": i, "piece": piece} for i, piece in enumerate((b"", b"damaged", b""))]
+    batches = list(SlotStreamReader(cast(Any, None)).read(PiecePartition(rows)))
+    messages = [pickle.loads(batch.column("message")[0].as_py()) for batch in batches]
+    assert [type(message) for message in messages] == [StagedPiece, ProtocolError, StagedPiece]
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_chunk_that_fails_leaves_its_traceback_to_be_collected(databases: Databases, tmp_path: Path) -> None:

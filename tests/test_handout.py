@@ -29,6 +29,24 @@ CHANGES = {
 }
 
 
+def copied(databases: Databases, directory: Path, cores: int) -> PipelineUnderTest:
+    """A pipeline of an empty table, whose Spark runs on some cores and writes an :func:`event_log`."""
+    (directory / "events").mkdir()
+    conf = {"spark.eventLog.enabled": "true", "spark.eventLog.compress": "false"}
+    conf |= {"spark.eventLog.dir": f"file://{directory}/events"}
+    pipeline = PipelineUnderTest(directory, databases, ["public.t"], spark={"master": f"local[{cores}]", "conf": conf})
+    pipeline.source("CREATE TABLE public.t (k int PRIMARY KEY, v text)")
+    pipeline.provision()
+    pipeline.copy()
+    return pipeline
+
+
+def event_log(directory: Path) -> list[str]:
+    """The events, each as JSON; without the checksums that Hadoop puts beside them."""
+    logs = [path for path in (directory / "events").rglob("[!.]*") if path.is_file()]
+    return [line for path in logs for line in path.read_text().splitlines()]
+
+
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("changes", "told"), [*((name, True) for name in CHANGES), ("rows", False)])
@@ -39,14 +57,7 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
 
     So it is if tasks are not told anything.
     """
-    events = tmp_path / "events"
-    events.mkdir()
-    conf = {"spark.eventLog.enabled": "true", "spark.eventLog.compress": "false"}
-    conf |= {"spark.eventLog.dir": f"file://{events}"}
-    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], spark={"master": "local[1]", "conf": conf})
-    pipeline.source("CREATE TABLE public.t (k int PRIMARY KEY, v text)")
-    pipeline.provision()
-    pipeline.copy()
+    pipeline = copied(databases, tmp_path, cores=1)
     pipeline.source(*CHANGES[changes])
     behind: list[str] = []
     map_in_arrow: Any = DataFrame.mapInArrow
@@ -71,7 +82,7 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
     assert bool(behind) == (changes != "rows" or not told)
     pipeline.assert_equal()
     assert bool(ahead) == told, "units are applied while they are staged, if tasks can tell of it"
-    seen = "".join(path.read_text() for path in events.rglob("*") if path.is_file())
+    seen = "\n".join(event_log(tmp_path))
     found = {json.loads(value) for value in re.findall(r'"airflow_cdc\.stage":("[^"]*")', seen)}
     assert bool(found) == told
     assert all(value.isdigit() for value in found)
@@ -86,14 +97,7 @@ def test_a_batch_has_no_more_tasks_than_run_at_once(
     databases: Databases, tmp_path: Path, cores: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one machine a task takes several pieces, each of which is staged once, in the read or behind it."""
-    events = tmp_path / "events"
-    events.mkdir()
-    conf = {"spark.eventLog.enabled": "true", "spark.eventLog.compress": "false"}
-    conf |= {"spark.eventLog.dir": f"file://{events}"}
-    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], spark={"master": f"local[{cores}]", "conf": conf})
-    pipeline.source("CREATE TABLE public.t (k int PRIMARY KEY, v text)")
-    pipeline.provision()
-    pipeline.copy()
+    pipeline = copied(databases, tmp_path, cores)
     pipeline.source("INSERT INTO public.t SELECT n, repeat('v', 1000) FROM generate_series(1, 30000) n")
     staged: list[list[int]] = []
     stage = Handout.stage
@@ -109,7 +113,6 @@ def test_a_batch_has_no_more_tasks_than_run_at_once(
     commands.stream(pipeline.pipeline, until="caught-up")
     pipeline.assert_equal()
     assert [0, 1, 2, 3] in staged
-    logs = [path for path in events.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    lines = [line for path in logs for line in path.read_text().splitlines()]
-    stages = [event["Stage Info"] for event in map(json.loads, lines) if event["Event"].endswith("StageCompleted")]
+    events = [json.loads(line) for line in event_log(tmp_path)]
+    stages = [event["Stage Info"] for event in events if event["Event"] == "SparkListenerStageCompleted"]
     assert max(stage["Number of Tasks"] for stage in stages) == cores

@@ -235,10 +235,8 @@ class SlotStreamReader(DataSourceStreamReader):
         rows: list[dict[str, Any]] = [
             texts | {"index": i, "piece": piece.to_bytes() if shelf is None else b"", "deposit": deposit}
             for i, (piece, deposit) in enumerate(shipped)
-        ]
+        ] or [texts | {"index": 0, "piece": b"", "deposit": None}]
         failpoint("after-batch-planned")
-        if not rows:
-            return [PiecePartition([texts | {"index": 0, "piece": b"", "deposit": None}], handed)]
         # Each task costs the JVM and a worker some ten milliseconds: so there are no more than run at once. Pieces are
         # dealt out in turn, so that the first are staged first: a sink may apply them while the others are staged.
         tasks = min(len(rows), slots) if slots else len(rows)
