@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import batches, commands
 from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed, StreamFailed, ValueRefused
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.topics.job import failure_of
@@ -103,7 +103,9 @@ def test_windows_are_summed_and_go_on_after_a_restart(sums: TopicsPipeline) -> N
     assert list(own.iterdir()) == []
 
 
-def test_what_comes_too_late_is_left_out_and_counted(sums: TopicsPipeline) -> None:
+def test_what_comes_too_late_is_left_out_and_counted(sums: TopicsPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the last batch, after which the query is stopped at once."""
+    monkeypatch.setattr(batches, "_POLL_SECONDS", 0.001)
     sums.change(source={"late": "count"})
     sums.send({"id": "a", "at": moments([0])[0], "value": 1}, {"id": "a", "at": moments([30])[0], "value": 0})
     sums.catch_up()

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 _LOST = re.compile(r"OffsetOutOfRange|KAFKA_DATA_LOSS|failOnDataLoss|UNABLE_TO_DETECT_PARTITION_OFFSET_CHANGED")
 _BEGINS_LATE = re.compile(r"ADDED_PARTITION_DOES_NOT_START_FROM_OFFSET_ZERO")
 _EARLIEST = -2
+_TELLING_SECONDS, _LOOK_SECONDS = 5.0, 0.05
 
 
 def follower(
@@ -80,7 +81,9 @@ class TopicJob:
         self._slowest = min(records, key=lambda record: record.applied)
         self._positions = [Position.of(record) for record in records]
         self._batches = Batches(run, self._batch, lambda number, text: failure_of(text), failure_of)
+        self._brought: int | None = None  # the number of the last batch that Spark has handed over
         self._late: dict[int, int] = {}
+        self._told = ""  # when what Spark has told last began
         self._lag: int | None = None
 
     def follow(self, target: int | None, goal: Offsets | None) -> StreamProgress:
@@ -100,6 +103,7 @@ class TopicJob:
                     beat = time.monotonic()
                     self._look()
                 self._report(self._progress(query))
+            self._await_count(query)
         self._look()
         self._report(self._progress(query))
         return self._progress(query)
@@ -148,6 +152,7 @@ class TopicJob:
         self._lag = behind(position.offsets, pass_gate(self._topics, position))
 
     def _batch(self, rows: DataFrame, number: int) -> None:
+        self._brought = number
         self._units.bring(rows, number)
 
     def _progress(self, query: StreamingQuery) -> StreamProgress:
@@ -167,13 +172,24 @@ class TopicJob:
             lag_messages=self._lag,
         )
 
+    def _await_count(self, query: StreamingQuery) -> None:
+        """Let Spark tell of the last batch, which it does when its own log has it, before the query is stopped."""
+        if self._source.late != "count" or self._brought is None:
+            return
+        last, deadline = self._brought, time.monotonic() + _TELLING_SECONDS
+        while last not in self._late and query.isActive and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            self._count_late(query)
+
     def _count_late(self, query: StreamingQuery) -> int:
         """Rows that Spark has left out so far, as their window was closed."""
         latest = query.lastProgress
-        if latest is not None and latest["batchId"] not in self._late:
+        if latest is not None and latest["timestamp"] != self._told:
+            self._told = latest["timestamp"]
             for progress in query.recentProgress:
-                operators: list[dict[str, Any]] = progress["stateOperators"]
-                self._late[progress["batchId"]] = sum(each["numRowsDroppedByWatermark"] for each in operators)
+                if "addBatch" in progress["durationMs"]:  # else Spark was idle, and names the batch that comes next
+                    operators: list[dict[str, Any]] = progress["stateOperators"]
+                    self._late[progress["batchId"]] = sum(each["numRowsDroppedByWatermark"] for each in operators)
         return sum(self._late.values())
 
 
