@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -371,6 +372,32 @@ def test_a_buffer_is_full_whatever_libpq_holds(databases: Databases) -> None:
             end = reader.reach(marker)
             largest = max(largest, reader._buffer.bytes)
     assert 1 << 20 <= largest < 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("host", "near"), [("127.0.0.1", True), ("127.0.0.2", False), ("", False)], ids=["near", "elsewhere", "unix"]
+)
+def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, host: str, near: bool
+) -> None:
+    """There we keep little room for it; elsewhere distance needs more, and a Unix socket has none of its own.
+
+    The address 127.0.0.2 is reached from 127.0.0.1, as one machine is from another.
+    """
+    monkeypatch.setattr(wal, "_NEAR_ROOM_BYTES", 32 << 10)  # as no system has by itself
+    with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
+        os.chmod(sockets, 0o777)  # the server is another user
+        addresses = {"listen_addresses": "127.0.0.1, 127.0.0.2", "unix_socket_directories": sockets}
+        server: PostgresServer = make_server(settings=addresses)
+        dsn = f"postgresql://postgres@:{server.port}/postgres?host={host or sockets}"
+        rows = "INSERT INTO t SELECT i, repeat('x', 1000) FROM generate_series(1, 5000) i"
+        with slot_reader(dsn, rows) as (reader, start), connected(dsn) as source:
+            end = reader.reach(emit_marker(source, "test"))
+            pieces = reader.take(Position(start), end)
+            with socket.socket(fileno=os.dup(reader._connection.socket)) as ours:
+                room = ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 5000
+    assert (room == 64 << 10) == near, "the system doubles it, for what it needs itself"
 
 
 @pytest.mark.slow
