@@ -34,6 +34,7 @@ from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.reading import plan_chunk_read
 from airflow_cdc_provider.engine.run import Run, existing_record, run_part
@@ -43,6 +44,7 @@ from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.source import SlotStreamReader
 from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.wal import WalReader
 from tests.class_archive import ARCHIVE, JVM_OPTIONS
 from tests.conftest import Databases
 
@@ -480,3 +482,23 @@ def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | Non
         return state is not None and state.confirmed_flush_lsn >= applied
 
     assert await_condition(acknowledged, SECONDS), f"{applied:X} was not acknowledged"
+
+
+@contextmanager
+def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
+    """A table, a publication, a slot, and a reader on it, with the slot's consistent point.
+
+    :param waiting: statements that are in the log before the reader comes.
+    """
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
+        slot = f"s_{connection.info.dbname}"
+        row = connection.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
+        start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
+        for statement in waiting:
+            connection.execute(statement)
+    reader = WalReader(dsn, slot, "p", start, **arguments)
+    try:
+        yield reader, start
+    finally:
+        reader.close()

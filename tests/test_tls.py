@@ -9,6 +9,8 @@ from __future__ import annotations
 import datetime
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -24,12 +26,15 @@ from cryptography.x509.oid import NameOID
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import cli, commands
-from airflow_cdc_provider.engine.connection import connect, session_dsn
+from airflow_cdc_provider.engine.buffer import Position
+from airflow_cdc_provider.engine.connection import connect, connected, session_dsn
 from airflow_cdc_provider.engine.errors import ConnectionFailed
+from airflow_cdc_provider.engine.pgoutput import decode
+from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.wal import open_replication
 from tests.airflow_support import connection_json
 from tests.conftest import PIPELINE_ROLE, SESSION_SETTINGS, Databases, create_database, create_roles
-from tests.pipelines import PipelineUnderTest, execute
+from tests.pipelines import PipelineUnderTest, execute, slot_reader
 
 pytestmark = pytest.mark.slow
 
@@ -153,6 +158,27 @@ def test_every_connection_is_encrypted_and_checked(pipeline: PipelineUnderTest, 
     assert any(
         "replication connection authorized" in line and f"airflow-cdc airflow_cdc_{name} SSL" in line for line in ours
     )
+
+
+def test_the_log_does_not_come_record_by_record(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walsender encrypts each message by itself; to sleep behind each of them would take seconds for a thousand."""
+    create_database(server, "records")
+    dsn = f"{server.dsn('records')}?sslmode=require"
+    naps: list[float] = []
+    sleep = time.sleep
+
+    def counted(seconds: float) -> None:
+        if threading.current_thread().name == "wal-reader":
+            naps.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", counted)
+    rows = "INSERT INTO t SELECT i, repeat('x', 100) FROM generate_series(1, 20000) i"
+    with slot_reader(dsn, rows) as (reader, start), connected(dsn) as source:
+        end = reader.reach(emit_marker(source, "test"))
+        pieces = reader.take(Position(start), end)
+    assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 20000
+    assert len(naps) < 1000
 
 
 def test_sensor_and_hook(

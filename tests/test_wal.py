@@ -9,9 +9,8 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,12 +25,11 @@ from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import ConnectionFailed, LimitExceeded, ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.liveness import find_trouble
-from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
-from airflow_cdc_provider.engine.wal import WalReader, gulp, open_replication
+from airflow_cdc_provider.engine.wal import gulp, open_replication
 from tests.conftest import Databases, ServerMaker
-from tests.pipelines import SECONDS, execute, transaction
+from tests.pipelines import SECONDS, execute, slot_reader, transaction
 
 UNLIMITED = 1 << 62
 
@@ -236,26 +234,6 @@ def test_a_transaction_without_content_only_moves_the_position() -> None:
     assert buffer.bytes == 0
     assert buffer.cut(Position(0), UNLIMITED) == Position(0)
     assert buffer.idle_position(Position(0)) == Position(11)
-
-
-@contextmanager
-def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
-    """A table, a publication, a slot, and a reader on it, with the slot's consistent point.
-
-    :param waiting: statements that are in the log before the reader comes.
-    """
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
-        slot = f"s_{connection.info.dbname}"
-        row = connection.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
-        start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
-        for statement in waiting:
-            connection.execute(statement)
-    reader = WalReader(dsn, slot, "p", start, **arguments)
-    try:
-        yield reader, start
-    finally:
-        reader.close()
 
 
 def test_the_slot_moves_only_when_told(databases: Databases) -> None:

@@ -67,6 +67,9 @@ _CHANGE, _KEEPALIVE = b"wk"
 _HEADER, _KEEPALIVE_BYTES = 25, 18  # of XLogData: kind, start, end, time; of a keepalive: kind, end, time, reply
 _SENT_AT = struct.Struct(">17xq")  # in the header of XLogData
 _BODY = itemgetter(slice(_HEADER, None))
+# libpq reads one record of TLS a call, and a walsender sends each message in one of its own. Of a large one it may read
+# a part, and nothing on the socket tells of the rest.
+_RECORDS = 64
 _GULP = 4096  # messages at most, before status is thought of again
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
 
@@ -214,6 +217,7 @@ class WalReader:
 
     def _read(self) -> None:
         connection, descriptor = self._connection, self._connection.socket
+        records = _RECORDS if connection.ssl_in_use else 1
         sent_at, sent = 0.0, 0
         heard = asked = awake_until = time.monotonic()
         question: _Question | None = None
@@ -244,7 +248,8 @@ class WalReader:
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if descriptor in ready:
-                connection.consume_input()
+                for _ in range(records):
+                    connection.consume_input()
                 heard, question = time.monotonic(), None
             elif question is not None and answered:
                 if question.trouble is not None:
