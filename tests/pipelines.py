@@ -15,6 +15,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -502,3 +504,17 @@ def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[Wal
         yield reader, start
     finally:
         reader.close()
+
+
+def reader_naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each sleep that readers of the log take from now on."""
+    naps: list[float] = []
+    sleep = time.sleep
+
+    def counted(seconds: float) -> None:
+        if threading.current_thread().name == "wal-reader":
+            naps.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", counted)
+    return naps

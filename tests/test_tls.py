@@ -9,8 +9,6 @@ from __future__ import annotations
 import datetime
 import re
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -34,7 +32,7 @@ from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.wal import open_replication
 from tests.airflow_support import connection_json
 from tests.conftest import PIPELINE_ROLE, SESSION_SETTINGS, Databases, create_database, create_roles
-from tests.pipelines import PipelineUnderTest, execute, slot_reader
+from tests.pipelines import PipelineUnderTest, execute, reader_naps, slot_reader
 
 pytestmark = pytest.mark.slow
 
@@ -164,15 +162,7 @@ def test_the_log_does_not_come_record_by_record(server: PostgresServer, monkeypa
     """A walsender encrypts each message by itself; to sleep behind each of them would take seconds for a thousand."""
     create_database(server, "records")
     dsn = f"{server.dsn('records')}?sslmode=require"
-    naps: list[float] = []
-    sleep = time.sleep
-
-    def counted(seconds: float) -> None:
-        if threading.current_thread().name == "wal-reader":
-            naps.append(seconds)
-        sleep(seconds)
-
-    monkeypatch.setattr(time, "sleep", counted)
+    naps = reader_naps(monkeypatch)
     rows = "INSERT INTO t SELECT i, repeat('x', 100) FROM generate_series(1, 20000) i"
     with slot_reader(dsn, rows) as (reader, start), connected(dsn) as source:
         end = reader.reach(emit_marker(source, "test"))

@@ -29,7 +29,7 @@ from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
 from airflow_cdc_provider.engine.wal import gulp, open_replication
 from tests.conftest import Databases, ServerMaker
-from tests.pipelines import SECONDS, execute, slot_reader, transaction
+from tests.pipelines import SECONDS, execute, reader_naps, slot_reader, transaction
 
 UNLIMITED = 1 << 62
 
@@ -376,6 +376,17 @@ def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
                 room = ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 5000
     assert (room == 64 << 10) == near, "the system doubles it, for what it needs itself"
+
+
+def test_nobody_sleeps_while_there_is_more(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages come in portions of which the last may be small, and more behind it; that would be 800 sleeps."""
+    naps = reader_naps(monkeypatch)
+    rows = "INSERT INTO t SELECT i, repeat('x', 1000) FROM generate_series(1, 115000) i"
+    with slot_reader(databases.source, rows) as (reader, start), connected(databases.source) as source:
+        end = reader.reach(emit_marker(source, "test"))
+        pieces = reader.take(Position(start), end)
+    assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 115000
+    assert len(naps) < 400
 
 
 @pytest.mark.slow

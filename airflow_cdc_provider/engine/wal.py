@@ -58,6 +58,7 @@ _PATIENCE_SECONDS = 300.0
 _AWAKE_SECONDS = 0.1
 _NAP_SECONDS = 0.0005
 _FEW_BYTES = 4096
+_FEW_TIMES = 8  # in a row: the last of what fitted into the room is little, too, and more follows
 # A network's card is busy with one packet while the next messages gather behind it (tcp_autocorking). On one machine
 # nothing holds them up, and each passes all of TCP on the walsender's time, for as long as we have room. With little
 # room they gather on its side, while one sleeps for longer, and pass together.
@@ -218,7 +219,7 @@ class WalReader:
     def _read(self) -> None:
         connection, descriptor = self._connection, self._connection.socket
         records = _RECORDS if connection.ssl_in_use else 1
-        sent_at, sent = 0.0, 0
+        sent_at, sent, few = 0.0, 0, 0
         heard = asked = awake_until = time.monotonic()
         question: _Question | None = None
         while not self._closing:
@@ -239,7 +240,9 @@ class WalReader:
                 held = self._buffer.bytes
                 if self._receive():
                     continue
-                if 0 < self._buffer.bytes - held < _FEW_BYTES and now >= awake_until:
+                few = few + 1 if self._buffer.bytes - held < _FEW_BYTES else 0
+                if few >= _FEW_TIMES and now >= awake_until:
+                    few = 0
                     time.sleep(self._nap)
                     if time.monotonic() - now > 2 * self._nap:
                         awake_until = now + _AWAKE_SECONDS
