@@ -30,7 +30,7 @@ import pytest
 import yaml
 
 from airflow_cdc_provider.demo.servers import await_condition
-from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine import commands, wal
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.config import Pipeline
@@ -507,7 +507,8 @@ def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[Wal
 
 
 def reader_naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of each sleep that readers of the log take from now on."""
+    """The seconds of each sleep that readers of the log take from now on, also where they oversleep."""
+    monkeypatch.setattr(wal, "_AWAKE_SECONDS", 0.0)
     naps: list[float] = []
     sleep = time.sleep
 

@@ -26,7 +26,7 @@ from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import cli, commands
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.connection import connect, connected, session_dsn
-from airflow_cdc_provider.engine.errors import ConnectionFailed
+from airflow_cdc_provider.engine.errors import ConnectionFailed, StreamFailed
 from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.wal import open_replication
@@ -159,16 +159,27 @@ def test_every_connection_is_encrypted_and_checked(pipeline: PipelineUnderTest, 
 
 
 def test_the_log_does_not_come_record_by_record(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A walsender encrypts each message by itself; to sleep behind each of them would take seconds for a thousand."""
+    """A walsender encrypts each message by itself, and libpq takes one a call; that would be 6,000 sleeps."""
     create_database(server, "records")
     dsn = f"{server.dsn('records')}?sslmode=require"
     naps = reader_naps(monkeypatch)
-    rows = "INSERT INTO t SELECT i, repeat('x', 100) FROM generate_series(1, 20000) i"
+    rows = "INSERT INTO t SELECT i, repeat('x', 100) FROM generate_series(1, 50000) i"
     with slot_reader(dsn, rows) as (reader, start), connected(dsn) as source:
         end = reader.reach(emit_marker(source, "test"))
         pieces = reader.take(Position(start), end)
-    assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 20000
-    assert len(naps) < 1000
+    assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 50000
+    assert len(naps) < 600
+
+
+def test_a_stream_that_the_server_ends_says_why(server: PostgresServer) -> None:
+    """Also where the end of the connection is found by the same look as its reason."""
+    create_database(server, "ended")
+    dsn = f"{server.dsn('ended')}?sslmode=require"
+    with slot_reader(dsn) as (reader, _), connected(dsn) as source:
+        with reader._changed, source.cursor() as cursor:  # what comes meanwhile is looked at afterwards
+            cursor.execute("SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots WHERE active")
+        with pytest.raises(StreamFailed, match="terminating connection"):
+            reader.reach(1 << 60)
 
 
 def test_sensor_and_hook(

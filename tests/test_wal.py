@@ -376,6 +376,7 @@ def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
                 room = ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 5000
     assert (room == 64 << 10) == near, "the system doubles it, for what it needs itself"
+    assert (reader._nap == wal._NEAR_NAP_SECONDS) == near
 
 
 def test_nobody_sleeps_while_there_is_more(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,19 +58,20 @@ _PATIENCE_SECONDS = 300.0
 _AWAKE_SECONDS = 0.1
 _NAP_SECONDS = 0.0005
 _FEW_BYTES = 4096
-_FEW_TIMES = 8  # in a row: the last of what fitted into the room is little, too, and more follows
-# A network's card is busy with one packet while the next messages gather behind it (tcp_autocorking). On one machine
-# nothing holds them up, and each passes all of TCP on the walsender's time, for as long as we have room. With little
-# room they gather on its side, while one sleeps for longer, and pass together.
+# In a row: the last read of what there was is small even where more follows, so that one of them proves nothing.
+_FEW_TIMES = 8
+# While a network's card is busy with a packet, the next messages gather behind it (tcp_autocorking). On one machine
+# nothing holds them up: each passes all of TCP, on the walsender's time. With little room in our receive buffer they
+# gather in the server's send buffer until we come, which may be seldom, and pass together.
 _NEAR_ROOM_BYTES = 64 << 10
 _NEAR_NAP_SECONDS = 0.008
+# libpq reads one record of TLS a call, and a walsender sends each message in one of its own: so many that small ones,
+# without their headers, are not taken for few bytes.
+_RECORDS = 256
 _CHANGE, _KEEPALIVE = b"wk"
 _HEADER, _KEEPALIVE_BYTES = 25, 18  # of XLogData: kind, start, end, time; of a keepalive: kind, end, time, reply
 _SENT_AT = struct.Struct(">17xq")  # in the header of XLogData
 _BODY = itemgetter(slice(_HEADER, None))
-# libpq reads one record of TLS a call, and a walsender sends each message in one of its own. Of a large one it may read
-# a part, and nothing on the socket tells of the rest.
-_RECORDS = 64
 _GULP = 4096  # messages at most, before status is thought of again
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
 
@@ -108,7 +109,7 @@ class WalReader:
         self._connection: PGconn = open_replication(dsn, f"airflow-cdc {slot}")
         try:
             self._dsn, self._pid = dsn, _require_origin(self._connection, dsn, origin)
-            self._nap = _NEAR_NAP_SECONDS if _gathers(self._connection) else _NAP_SECONDS
+            self._nap = _NEAR_NAP_SECONDS if _narrowed(self._connection) else _NAP_SECONDS
             _start_replication(self._connection, slot, publication, start)
             with connected(dsn) as control:
                 if origin is not None:
@@ -218,7 +219,6 @@ class WalReader:
 
     def _read(self) -> None:
         connection, descriptor = self._connection, self._connection.socket
-        records = _RECORDS if connection.ssl_in_use else 1
         sent_at, sent, few = 0.0, 0, 0
         heard = asked = awake_until = time.monotonic()
         question: _Question | None = None
@@ -240,7 +240,9 @@ class WalReader:
                 held = self._buffer.bytes
                 if self._receive():
                     continue
-                few = few + 1 if self._buffer.bytes - held < _FEW_BYTES else 0
+                came = self._buffer.bytes - held
+                if came:  # none of a part of a large row
+                    few = few + 1 if came < _FEW_BYTES else 0
                 if few >= _FEW_TIMES and now >= awake_until:
                     few = 0
                     time.sleep(self._nap)
@@ -251,8 +253,7 @@ class WalReader:
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if descriptor in ready:
-                for _ in range(records):
-                    connection.consume_input()
+                self._consume()
                 heard, question = time.monotonic(), None
             elif question is not None and answered:
                 if question.trouble is not None:
@@ -263,6 +264,22 @@ class WalReader:
                         " server.",
                     )
                 heard, question = time.monotonic(), None  # it works; asked again if it goes on to say nothing
+
+    def _consume(self) -> None:
+        """Have libpq take what has come."""
+        connection = self._connection
+        connection.consume_input()
+        if not connection.ssl_in_use:
+            return
+        try:
+            for _ in range(_RECORDS):
+                more, _, _ = select.select([connection.socket], [], [], 0)
+                connection.consume_input()  # in any case: of the rest of a record the socket does not tell
+                if not more:
+                    break
+        except psycopg.Error:
+            self._receive()  # raises what the server has said before it closed the connection
+            raise
 
     def _receive(self) -> bool:
         """Move what libpq holds into the buffer; true if there may be more at once."""
@@ -395,10 +412,13 @@ def _require_slot(control: Connection, dsn: str, slot: str, pid: int, start: int
     )
 
 
-def _gathers(connection: PGconn) -> bool:
-    """Have messages gather on the server's side until we come for them; false unless it is on this machine, by TCP."""
+def _narrowed(connection: PGconn) -> bool:
+    """Have messages gather on the other side, if that is on this machine and reached by TCP; else false."""
     with socket.socket(fileno=os.dup(connection.socket)) as ours:
-        if ours.family == socket.AF_UNIX or ours.getpeername()[0] != ours.getsockname()[0]:
+        try:
+            if ours.family == socket.AF_UNIX or ours.getpeername()[0] != ours.getsockname()[0]:
+                return False
+        except OSError:  # closed by the server, which the next command tells
             return False
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NEAR_ROOM_BYTES)
     return True
