@@ -152,7 +152,7 @@ def test_messages_in_gulps_are_those_that_come_one_by_one(
         committed = sum(message[25:26] == b"C" for message in told)
         kept = [n for n, flat in enumerate(contents[:committed], start=1) if flat]
         if kept:  # the nth transaction was committed in second n, and sent in second 1.5 n
-            assert gulped.age == 1.5 * (committed + (told[-1][25:26] != b"C")) - kept[-1]
+            assert gulped.age(Position(0)) == 1.5 * (committed + (told[-1][25:26] != b"C")) - kept[0]
     end = single.seal()
     assert gulped.seal() == end
     assert [p.parts() for p in gulped.take(Position(0), end)] == [p.parts() for p in single.take(Position(0), end)]
@@ -302,20 +302,48 @@ def test_the_time_of_another_server_makes_no_backlog(databases: Databases) -> No
         assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
         ((changes,),) = [decode(piece) for piece in reader.take(after, reader.cut(after, UNLIMITED))]
         assert changes.commit_ts[0] < datetime(2002, 1, 1, tzinfo=UTC).timestamp() * 1e6
-        assert reader._buffer.age == 0
+        assert reader._buffer.age(after) == 0
 
 
-def test_a_transaction_without_content_makes_nothing_younger() -> None:
-    buffer = Buffer(Position(0), block_bytes=1000)
-    for messages, sent_at in (
-        ([begin(100, 1, 5_000_000), insert(1), commit(100, 101)], 6_000_000),
-        ([begin(200, 2, 7_000_000), commit(200, 201)], 9_500_000),
-        ([begin(300, 3, 9_000_000)], 10_000_000),
-    ):
-        gulp(replay([struct.pack(">cqqq", b"w", 0, 0, sent_at) + message for message in messages]), buffer, 1 << 20)
-    assert buffer.age == 5.0
-    gulp(replay([struct.pack(">cqqq", b"w", 0, 0, 8_000_000) + m for m in (insert(2), commit(300, 301))]), buffer, 1000)
-    assert buffer.age == 0  # the clock was set back
+def send(buffer: Buffer, sent_at: int, *messages: bytes) -> None:
+    """Let a server say something at a time, in microseconds since 2000."""
+    gulp(replay([struct.pack(">cqqq", b"w", 0, 0, sent_at) + message for message in messages]), buffer, UNLIMITED)
+
+
+def test_what_comes_behind_a_transaction_makes_it_no_younger() -> None:
+    start = Position(0)
+    for block_bytes in (30, 1000):  # sealed in parts, or not yet
+        buffer = Buffer(start, block_bytes)
+        send(buffer, 6_000_000, begin(100, 1, 5_000_000), insert(1), insert(2), commit(100, 101))
+        send(buffer, 9_500_000, begin(200, 2, 7_000_000), commit(200, 201))  # without content
+        send(buffer, 10_000_000, begin(300, 3, 9_000_000))
+        assert buffer.age(start) == 5.0
+        send(buffer, 9_900_000, insert(3), commit(300, 301))
+        assert buffer.age(start) == 4.9
+        end = buffer.seal()
+        send(buffer, 12_000_000, begin(400, 4, 11_000_000), insert(4), commit(400, 401))
+        assert buffer.age(start) == 7.0
+        assert buffer.age(end) == 1.0
+        send(buffer, 10_900_000, begin(500, 5, 10_900_000))
+        assert buffer.age(end) == 0  # the clock was set back
+
+
+def test_a_backlog_does_not_wait_for_what_has_come_behind_it(databases: Databases) -> None:
+    """As a heartbeat's marker does, every ten seconds, however much is still to be read."""
+    trigger, coming = 2.0, time.monotonic() + 1e6
+    old = ("INSERT INTO t VALUES (1)", f"SELECT pg_sleep({trigger})", "INSERT INTO t VALUES (2)")
+    with slot_reader(databases.source, *old) as (reader, start):
+        after = Position(start)
+        assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
+        assert reader.await_batch(after, UNLIMITED, coming, trigger, patience=0.0)
+
+
+def test_a_transaction_waits_no_longer_than_the_trigger_where_nothing_comes_behind_it(databases: Databases) -> None:
+    """The batch before may have begun a moment before it came, and have left it behind."""
+    trigger, coming = 0.5, time.monotonic() + 1e6
+    with slot_reader(databases.source) as (reader, start):
+        execute(databases.source, "INSERT INTO t VALUES (1)")
+        assert reader.await_batch(Position(start), UNLIMITED, coming, trigger, patience=SECONDS)
 
 
 def test_what_came_before_a_change_that_cannot_be_sent_is_delivered(databases: Databases) -> None:

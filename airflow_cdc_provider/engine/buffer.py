@@ -61,10 +61,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Block:
-    """A sealed run of messages that ends at ``end``."""
+    """A sealed run of messages that ends at ``end``.
+
+    :param committed_at: when the first transaction with content was committed that ends in it: microseconds since 1970.
+    """
 
     piece: Piece
     end: Position
+    committed_at: int
 
     @property
     def size(self) -> int:
@@ -84,12 +88,13 @@ class Buffer:
 
     :param start: position after which messages come.
     :param block_bytes: size from which a block is sealed.
+    :ivar sent_at: when the server has sent what came last: microseconds since 1970, by its clock, not ours.
     """
 
     def __init__(self, start: Position, block_bytes: int) -> None:
         self.position = start.lsn
         self.bytes = 0
-        self._sent_at = self._committed_at = self._commits_at = 0
+        self.sent_at = self._committed_at = self._commits_at = 0
         self._blocks: deque[Block] = deque()
         self._block_bytes = block_bytes
         self._end = start
@@ -208,7 +213,8 @@ class Buffer:
         if not self._content and not in_parts:
             self._forget_transaction()
             return
-        self._committed_at = self._commits_at
+        if self._committed is None:
+            self._committed_at = self._commits_at
         self._committed = _Mark(len(self._lengths), self._size)
         self._committed_lsn = end_lsn
         self._committed_relations = self._relations
@@ -229,18 +235,14 @@ class Buffer:
         if self._transaction is None:
             self.position = max(self.position, wal_end)
 
-    def sent(self, at: int) -> None:
-        """Note when the server has sent what came last: microseconds since 1970, by its clock, not ours."""
-        self._sent_at = at
-
-    @property
-    def age(self) -> float:
-        """How old the last transaction with content was when the server sent what came last, in seconds.
+    def age(self, after: Position) -> float:
+        """How old the first transaction behind a position was when the server sent what came last, in seconds.
 
         Zero for one that was replicated to the server, whose time is that of another clock. Only where one
         :meth:`holds` does it mean anything.
         """
-        return max(0, self._sent_at - self._committed_at) / 1e6
+        ended = (block.committed_at for block in self._blocks if block.end > after and not block.end.block)
+        return max(0, self.sent_at - next(ended, self._committed_at)) / 1e6
 
     def holds(self, after: Position) -> bool:
         """Whether a whole transaction with content has come behind a position."""
@@ -270,7 +272,7 @@ class Buffer:
         if len(data) - until.size > _FORGETTABLE_BYTES:
             piece = bytes(piece)
         lengths = np.array(self._lengths[: until.messages], dtype="<i4").tobytes()
-        self._blocks.append(Block(Piece(piece, lengths, *self._context), end))
+        self._blocks.append(Block(Piece(piece, lengths, *self._context), end, self._committed_at))
         self._end = end
         return view[until.size :]
 

@@ -104,6 +104,7 @@ class WalReader:
         self._changed = threading.Condition()
         self._acknowledged = 0
         self._ask_reply = False
+        self._heard = time.monotonic()
         self._failure: Exception | None = None
         self._closing = False
         self._connection: PGconn = open_replication(dsn, f"airflow-cdc {slot}")
@@ -126,8 +127,8 @@ class WalReader:
     def await_batch(self, after: Position, limit: int, begun: float, trigger: float, patience: float) -> bool:
         """Wait for the first transaction of the batch that begins at ``after``, then until it is due or full.
 
-        It is due when the trigger has passed since the batch before began, or when the last transaction that has come
-        was older than that as it was sent: what comes so late, of a backlog, has waited for long enough.
+        It is due when the trigger has passed since the batch before began, or since the first transaction of this one
+        was committed: one of a backlog has waited for long enough, whatever has come behind it.
 
         :param limit: bytes of a full batch.
         :param begun: when the batch before began, of the clock :func:`time.monotonic`.
@@ -138,12 +139,15 @@ class WalReader:
         due, last = begun + trigger, time.monotonic() + patience
         with self._changed:
             while self._failure is None and self._buffer.bytes < limit:
-                now, holds = time.monotonic(), self._buffer.holds(after)
-                if holds and (now >= due or self._buffer.age >= trigger):
-                    return True
+                now, end = time.monotonic(), last
+                if self._buffer.holds(after):
+                    waited = self._buffer.age(after) + now - self._heard
+                    end = min(due, now + trigger - waited)
+                    if now >= end:
+                        return True
                 if now >= last:
                     return False
-                self._changed.wait((min(due, last) if holds else last) - now)
+                self._changed.wait(min(end, last) - now)
         return True
 
     def cut(self, after: Position, limit: int) -> Position:
@@ -286,7 +290,10 @@ class WalReader:
         with self._changed:
             # libpq can hold more messages than ours shall.
             room = min(self._buffer_bytes - self._buffer.bytes, self._block_bytes)
+            sent_at = self._buffer.sent_at
             last, asked = gulp(self._connection.get_copy_data, self._buffer, room)
+            if self._buffer.sent_at != sent_at:
+                self._heard = time.monotonic()
             self._changed.notify_all()
             if last < 0:
                 raise _ended(self._connection, self._connection.get_result())
@@ -336,7 +343,7 @@ def _extend(buffer: Buffer, changes: Sequence[memoryview]) -> None:
     buffer.extend(list(map(_BODY, changes)))
     if changes:
         (sent_at,) = _SENT_AT.unpack_from(changes[-1])
-        buffer.sent(sent_at + EPOCH_2000)
+        buffer.sent_at = sent_at + EPOCH_2000
 
 
 class _Question(threading.Thread):
