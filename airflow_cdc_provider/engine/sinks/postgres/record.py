@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -393,7 +393,7 @@ class PostgresRecord:
         name = self._application
         connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings)
         try:
-            with connection:
+            with _rolled_back(connection):
                 # A policy that hides rows is an error. What of a user's constraints can wait is checked at the end.
                 rows(
                     connection,
@@ -402,6 +402,8 @@ class PostgresRecord:
                 yield connection
                 if rehearsal:
                     connection.rollback()
+                else:
+                    connection.commit()
         except psycopg2.errors.LockNotAvailable as e:
             raise self._blocked(e) from e
         except psycopg2.errors.ReadOnlySqlTransaction as e:
@@ -457,6 +459,17 @@ class PostgresRecord:
         )
         targets = (Target(Table.from_dict(definition), schema, name) for definition, schema, name in found)
         return {target.table.label: target for target in targets}
+
+
+@contextmanager
+def _rolled_back(connection: Connection) -> Iterator[None]:
+    """Roll back when the block fails. What it fails with is raised, where the session has ended with it, too."""
+    try:
+        yield
+    except BaseException:
+        with suppress(psycopg2.Error):
+            connection.rollback()
+        raise
 
 
 def _exists(connection: Connection, target: Target) -> bool:
