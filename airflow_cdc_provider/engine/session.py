@@ -56,9 +56,8 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     :param command: for the application's name.
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
-    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     with python_chosen(runs_locally(pipeline.spark.master)):
-        spark = _started(pipeline, command, submitted)
+        spark = _started(pipeline, command)
         try:
             with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
                 # Before a job no task is spent on what this process sees as well.
@@ -122,19 +121,20 @@ def python_chosen(here: bool) -> Iterator[None]:
 def _choose(here: bool) -> dict[str, str]:
     # A JVM that runs already has the environment of its start, in which the Python may not be named.
     gateway = SparkContext._gateway
-    told = (
-        "PYSPARK_GATEWAY_PORT" not in os.environ
-        if gateway is None
-        else gateway.jvm.System.getenv(VARIABLE) == sys.executable
-    )
+    told = not _submitted() if gateway is None else gateway.jvm.System.getenv(VARIABLE) == sys.executable
     return python_for_spark() if here and told else {"PYSPARK_PYTHON": sys.executable}
 
 
-def _started(pipeline: Pipeline, command: str, submitted: bool) -> SparkSession:
+def _submitted() -> bool:
+    """Whether ``spark-submit`` has started this process, and its JVM before it."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def _started(pipeline: Pipeline, command: str) -> SparkSession:
     builder = SparkSession.builder.appName(f"airflow-cdc {pipeline.name} {command}")
     for name, value in DEFAULTS.items():
         builder = builder.config(name, value)
-    if not submitted:
+    if not _submitted():
         builder = builder.master(pipeline.spark.master).config("spark.log.level", "ERROR")
         for name, value in pipeline.spark_conf_on(pipeline.spark.master).items():
             builder = builder.config(name, value)
