@@ -196,7 +196,7 @@ def test_a_unit_in_the_midst_of_which_another_run_takes_over_is_not_there(
         with pytest.raises(Fenced):
             begun.piece(begun.put("2", "zombie", "2.00"), index=1)
 
-    with pytest.raises(psycopg2.Error, match="server closed the connection|terminating connection"):
+    with pytest.raises(psycopg2.Error, match=r"server closed the connection|terminating connection"):
         begun.sink.commit_as_staged(begun.epoch, 100, 200, pieces())
     assert begun.rows() == []
     assert begun.record.applied == 100
