@@ -328,22 +328,34 @@ def test_what_comes_behind_a_transaction_makes_it_no_younger() -> None:
         assert buffer.age(end) == 0  # the clock was set back
 
 
+def test_a_transaction_with_the_time_of_another_server_hides_no_older_one() -> None:
+    buffer = Buffer(Position(0), block_bytes=1000)
+    send(buffer, 5_000_000, begin(100, 1, 1_000_000), b"O" + bytes(8) + b"other\0", insert(1), commit(100, 101))
+    assert buffer.age(Position(0)) == 0
+    send(buffer, 6_000_000, begin(200, 2, 4_000_000), insert(2), commit(200, 201))
+    assert buffer.age(Position(0)) == 2.0
+
+
 def test_a_backlog_does_not_wait_for_what_has_come_behind_it(databases: Databases) -> None:
     """As a heartbeat's marker does, every ten seconds, however much is still to be read."""
     trigger, coming = 2.0, time.monotonic() + 1e6
-    old = ("INSERT INTO t VALUES (1)", f"SELECT pg_sleep({trigger})", "INSERT INTO t VALUES (2)")
-    with slot_reader(databases.source, *old) as (reader, start):
-        after = Position(start)
-        assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
-        assert reader.await_batch(after, UNLIMITED, coming, trigger, patience=0.0)
+    old = ("INSERT INTO t VALUES (1)", f"SELECT pg_sleep({trigger})")
+    with slot_reader(databases.source, *old) as (reader, start), connected(databases.source) as source:
+        emit_marker(source, "heartbeat")
+        end = reader.reach(emit_marker(source, "behind it"))
+        assert len(reader.take(Position(start), end)) == 1
+        assert reader.await_batch(Position(start), UNLIMITED, coming, trigger, patience=0.0)
 
 
 def test_a_transaction_waits_no_longer_than_the_trigger_where_nothing_comes_behind_it(databases: Databases) -> None:
     """The batch before may have begun a moment before it came, and have left it behind."""
     trigger, coming = 0.5, time.monotonic() + 1e6
     with slot_reader(databases.source) as (reader, start):
+        after = Position(start)
         execute(databases.source, "INSERT INTO t VALUES (1)")
-        assert reader.await_batch(Position(start), UNLIMITED, coming, trigger, patience=SECONDS)
+        assert await_condition(lambda: reader._buffer.holds(after), SECONDS)
+        assert not reader.await_batch(after, UNLIMITED, coming, 1e6, patience=trigger)
+        assert reader.await_batch(after, UNLIMITED, coming, trigger, patience=0.0)
 
 
 def test_what_came_before_a_change_that_cannot_be_sent_is_delivered(databases: Databases) -> None:
@@ -497,6 +509,7 @@ def test_markers_carry_our_prefix(databases: Databases) -> None:
     with slot_reader(databases.source) as (reader, start), psycopg.connect(databases.source, autocommit=True) as other:
         other.execute("SELECT pg_logical_emit_message(true, 'somebody_else', 'x')")
         with connected(databases.source) as source:
-            end = reader.reach(emit_marker(source, "mine"))
+            emit_marker(source, "mine")
+            end = reader.reach(emit_marker(source, "behind it"))  # a keepalive may come before a marker's own commit
         (piece,) = reader.take(Position(start), end)
         assert MESSAGE_PREFIX.encode() in piece.data

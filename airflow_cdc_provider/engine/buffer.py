@@ -12,7 +12,7 @@ import io
 import re
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -63,7 +63,8 @@ class Position:
 class Block:
     """A sealed run of messages that ends at ``end``.
 
-    :param committed_at: when the first transaction with content was committed that ends in it: microseconds since 1970.
+    :param committed_at: when the oldest of the transactions with content was committed that end in it: microseconds
+        since 1970, :data:`_NEVER` where none ends, or none has a time of this server.
     """
 
     piece: Piece
@@ -213,8 +214,7 @@ class Buffer:
         if not self._content and not in_parts:
             self._forget_transaction()
             return
-        if self._committed is None:
-            self._committed_at = self._commits_at
+        self._committed_at = self._commits_at if self._committed is None else min(self._committed_at, self._commits_at)
         self._committed = _Mark(len(self._lengths), self._size)
         self._committed_lsn = end_lsn
         self._committed_relations = self._relations
@@ -236,17 +236,24 @@ class Buffer:
             self.position = max(self.position, wal_end)
 
     def age(self, after: Position) -> float:
-        """How old the first transaction behind a position was when the server sent what came last, in seconds.
+        """How old the oldest transaction behind a position was when the server sent what came last, in seconds.
 
-        Zero for one that was replicated to the server, whose time is that of another clock. Only where one
-        :meth:`holds` does it mean anything.
+        Zero where there is none with content, or only such as were replicated to the server, whose times are those of
+        another clock.
         """
-        ended = (block.committed_at for block in self._blocks if block.end > after and not block.end.block)
-        return max(0, self.sent_at - next(ended, self._committed_at)) / 1e6
+        return max(0, self.sent_at - min(self._times(after), default=_NEVER)) / 1e6
 
     def holds(self, after: Position) -> bool:
         """Whether a whole transaction with content has come behind a position."""
-        return self._committed is not None or any(b.end > after and not b.end.block for b in self._blocks)
+        return any(True for _ in self._times(after))
+
+    def _times(self, after: Position) -> Iterator[int]:
+        """When the whole transactions with content behind a position were committed, the oldest of each block."""
+        for block in self._blocks:
+            if block.end > after and not block.end.block:
+                yield block.committed_at
+        if self._committed is not None:
+            yield self._committed_at
 
     def seal(self) -> Position:
         """Make a block of the whole transactions that have come; return the end of the last block."""
@@ -256,15 +263,15 @@ class Buffer:
     def _seal_committed(self) -> None:
         if self._committed is not None:
             # The rest, if any, begins with BEGIN.
-            rest = self._append(self._committed, Position(self._committed_lsn))
+            rest = self._append(self._committed, Position(self._committed_lsn), self._committed_at)
             self._restart(rest, self._lengths[self._committed.messages :], self._committed_relations, None)
 
     def _seal_open(self) -> None:
-        self._append(_Mark(len(self._lengths), self._size), Position(self._end.lsn, self._end.block + 1))
+        self._append(_Mark(len(self._lengths), self._size), Position(self._end.lsn, self._end.block + 1), _NEVER)
         transaction = self._transaction and dataclasses.replace(self._transaction, seq=self._rows)
         self._restart(b"", [], self._relations, transaction)
 
-    def _append(self, until: _Mark, end: Position) -> memoryview:
+    def _append(self, until: _Mark, end: Position, committed_at: int) -> memoryview:
         """Append a block of the messages before a mark, and return the bytes of the others."""
         data = self._data.getvalue()  # no copy, as nothing is written any more
         view = memoryview(data)
@@ -272,7 +279,7 @@ class Buffer:
         if len(data) - until.size > _FORGETTABLE_BYTES:
             piece = bytes(piece)
         lengths = np.array(self._lengths[: until.messages], dtype="<i4").tobytes()
-        self._blocks.append(Block(Piece(piece, lengths, *self._context), end, self._committed_at))
+        self._blocks.append(Block(Piece(piece, lengths, *self._context), end, committed_at))
         self._end = end
         return view[until.size :]
 

@@ -111,8 +111,8 @@ class SourceOptions:
     :param sink: where pieces are deposited that are too large to be shipped.
     :param epoch: of the run.
     :param trigger: least seconds from the start of a batch to that of the next, unless there is as much as a batch may
-        hold, or what there is was committed longer ago. Spark's own triggers would have a backlog wait, too, and a
-        single change for the next round number.
+        hold, or the oldest that waits was committed longer ago. Spark's own triggers would have a backlog wait, too,
+        and a single change for the next round number.
         ``None`` for a reader that does not wait, not even for a change.
     :param meeting: ``None`` when pieces are staged behind the read.
     """

@@ -104,7 +104,7 @@ class WalReader:
         self._changed = threading.Condition()
         self._acknowledged = 0
         self._ask_reply = False
-        self._heard = time.monotonic()
+        self._came_at = time.monotonic()  # what the server had sent at the buffer's ``sent_at``
         self._failure: Exception | None = None
         self._closing = False
         self._connection: PGconn = open_replication(dsn, f"airflow-cdc {slot}")
@@ -127,7 +127,7 @@ class WalReader:
     def await_batch(self, after: Position, limit: int, begun: float, trigger: float, patience: float) -> bool:
         """Wait for the first transaction of the batch that begins at ``after``, then until it is due or full.
 
-        It is due when the trigger has passed since the batch before began, or since the first transaction of this one
+        It is due when the trigger has passed since the batch before began, or since the oldest transaction of this one
         was committed: one of a backlog has waited for long enough, whatever has come behind it.
 
         :param limit: bytes of a full batch.
@@ -139,15 +139,14 @@ class WalReader:
         due, last = begun + trigger, time.monotonic() + patience
         with self._changed:
             while self._failure is None and self._buffer.bytes < limit:
-                now, end = time.monotonic(), last
+                now, until = time.monotonic(), last
                 if self._buffer.holds(after):
-                    waited = self._buffer.age(after) + now - self._heard
-                    end = min(due, now + trigger - waited)
-                    if now >= end:
+                    until = min(due, self._came_at - self._buffer.age(after) + trigger)
+                    if now >= until:
                         return True
                 if now >= last:
                     return False
-                self._changed.wait(min(end, last) - now)
+                self._changed.wait(min(until, last) - now)
         return True
 
     def cut(self, after: Position, limit: int) -> Position:
@@ -293,7 +292,7 @@ class WalReader:
             sent_at = self._buffer.sent_at
             last, asked = gulp(self._connection.get_copy_data, self._buffer, room)
             if self._buffer.sent_at != sent_at:
-                self._heard = time.monotonic()
+                self._came_at = time.monotonic()
             self._changed.notify_all()
             if last < 0:
                 raise _ended(self._connection, self._connection.get_result())

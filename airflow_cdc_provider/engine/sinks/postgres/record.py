@@ -393,7 +393,7 @@ class PostgresRecord:
         name = self._application
         connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings)
         try:
-            with _rolled_back(connection):
+            with _rolled_back_on_failure(connection):
                 # A policy that hides rows is an error. What of a user's constraints can wait is checked at the end.
                 rows(
                     connection,
@@ -462,8 +462,11 @@ class PostgresRecord:
 
 
 @contextmanager
-def _rolled_back(connection: Connection) -> Iterator[None]:
-    """Roll back when the block fails. What it fails with is raised, where the session has ended with it, too."""
+def _rolled_back_on_failure(connection: Connection) -> Iterator[None]:
+    """Roll back when the block fails, and raise what it has failed with, also where that has ended the session.
+
+    To close the connection would do it, too, but not wait until the server has let go of the locks.
+    """
     try:
         yield
     except BaseException:
