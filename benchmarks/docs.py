@@ -26,6 +26,8 @@ from benchmarks.sustained import SUSTAINED
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FOLDER = "benchmarks.md", "benchmarks"
 CASES = "cases"
+# What has a measure of its own for how much is enough: a number of batches, or a time.
+_ONCE = frozenset({FLOOR, SOAK})
 _MIB = 1 << 20
 
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -62,9 +64,10 @@ def _measured(run: Mapping[str, Any], name: str, found: Any) -> str:
     """A table, and above it when and on what it was measured."""
     machine = run["machine"]
     versions = ", ".join(f"{name.capitalize()} {machine[name]}" for name in ("postgres", "spark", "python", "pyarrow"))
+    repeats = "" if name in _ONCE else f"; repeats: {run['repeat']}"
     return (
         f"{machine['date']}, {machine['platform']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load average"
-        f" {machine['load_before']} before the run;\n{versions}; repeats: {run['repeat']}.\n\n{TABLES[name](found)}"
+        f" {machine['load_before']} before the run;\n{versions}{repeats}.\n\n{TABLES[name](found)}"
     )
 
 
