@@ -95,7 +95,7 @@ class Buffer:
     def __init__(self, start: Position, block_bytes: int) -> None:
         self.position = start.lsn
         self.bytes = 0
-        self.sent_at = self._committed_at = self._commits_at = 0
+        self.sent_at = self._commits_at = 0
         self._blocks: deque[Block] = deque()
         self._block_bytes = block_bytes
         self._end = start
@@ -121,6 +121,7 @@ class Buffer:
         self._context = (tuple(relations.values()), transaction)
         self._begin = _Mark(0, 0)
         self._committed: _Mark | None = None
+        self._committed_at = _NEVER
         self._committed_lsn = 0
         self._committed_relations = relations
 
@@ -214,7 +215,7 @@ class Buffer:
         if not self._content and not in_parts:
             self._forget_transaction()
             return
-        self._committed_at = self._commits_at if self._committed is None else min(self._committed_at, self._commits_at)
+        self._committed_at = min(self._committed_at, self._commits_at)
         self._committed = _Mark(len(self._lengths), self._size)
         self._committed_lsn = end_lsn
         self._committed_relations = self._relations
@@ -263,15 +264,15 @@ class Buffer:
     def _seal_committed(self) -> None:
         if self._committed is not None:
             # The rest, if any, begins with BEGIN.
-            rest = self._append(self._committed, Position(self._committed_lsn), self._committed_at)
+            rest = self._append(self._committed, Position(self._committed_lsn))
             self._restart(rest, self._lengths[self._committed.messages :], self._committed_relations, None)
 
     def _seal_open(self) -> None:
-        self._append(_Mark(len(self._lengths), self._size), Position(self._end.lsn, self._end.block + 1), _NEVER)
+        self._append(_Mark(len(self._lengths), self._size), Position(self._end.lsn, self._end.block + 1))
         transaction = self._transaction and dataclasses.replace(self._transaction, seq=self._rows)
         self._restart(b"", [], self._relations, transaction)
 
-    def _append(self, until: _Mark, end: Position, committed_at: int) -> memoryview:
+    def _append(self, until: _Mark, end: Position) -> memoryview:
         """Append a block of the messages before a mark, and return the bytes of the others."""
         data = self._data.getvalue()  # no copy, as nothing is written any more
         view = memoryview(data)
@@ -279,7 +280,7 @@ class Buffer:
         if len(data) - until.size > _FORGETTABLE_BYTES:
             piece = bytes(piece)
         lengths = np.array(self._lengths[: until.messages], dtype="<i4").tobytes()
-        self._blocks.append(Block(Piece(piece, lengths, *self._context), end, committed_at))
+        self._blocks.append(Block(Piece(piece, lengths, *self._context), end, self._committed_at))
         self._end = end
         return view[until.size :]
 
