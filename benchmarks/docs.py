@@ -140,6 +140,7 @@ def _scaling(found: Mapping[str, Any]) -> str:
             axis,
             f"{each['x']:,}",
             f"{each['changes']:,}",
+            f"{each['log'] / _MIB:,.0f}",
             _spread(each["changes_per_second"]),
             _spread(each["microseconds"], 1),
             _spread(each["cpu_microseconds"], 1),
@@ -147,7 +148,7 @@ def _scaling(found: Mapping[str, Any]) -> str:
         for axis, points in found.items()
         for each in points
     ]
-    head = ["axis", "", "changes", "changes/s (min - max)", "µs a change", "CPU µs a change"]
+    head = ["axis", "", "changes", "MiB of log", "changes/s (min - max)", "µs a change", "CPU µs a change"]
     return _table(head, body)
 
 

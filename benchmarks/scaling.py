@@ -33,7 +33,11 @@ from benchmarks.report import check, spread, tell
 
 SCALING = "scaling"
 EXECUTORS, TABLES, BACKLOG = "executors", "tables", "backlog"
-AXES = {EXECUTORS: (1, 2, 4), TABLES: (1, 10, 100, 1000), BACKLOG: (100_000, 1_000_000, 4_000_000)}
+AXES = {
+    EXECUTORS: (1, 2, 4),
+    TABLES: (1, 10, 100, 1000),
+    BACKLOG: (100_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000),
+}
 
 _STEP = 100
 """Changes of one table in a row: half of them inserts, half of them updates of what its step before inserted."""
@@ -41,7 +45,10 @@ _STEPS_A_TRANSACTION = 10
 _TRANSACTION = _STEP * _STEPS_A_TRANSACTION
 _HALF = _STEP // 2
 _WARM_CHANGES = 20 * _TRANSACTION
+_REPEATED = 16_000_000
+"""Longer backlogs are drained once: they last long enough for the machine's moods to even out."""
 _SECONDS = 120.0
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,12 @@ class Point:
     """The repeats of one point.
 
     :param x: where it lies on its axis.
+    :param log: bytes of the log that the backlog takes.
     """
 
     x: int
     changes: int
+    log: int
     drains: tuple[Drain, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -73,6 +82,7 @@ class Point:
         return {
             "x": self.x,
             "changes": self.changes,
+            "log": self.log,
             "seconds": [round(each.seconds, 3) for each in self.drains],
             "cpu": [{kind: round(seconds, 2) for kind, seconds in each.cpu.items()} for each in self.drains],
             "changes_per_second": spread((self.changes / each.seconds for each in self.drains), 0),
@@ -100,10 +110,12 @@ class Scaling:
         for axis, points in self.as_json().items():
             for each in points:
                 rate, cost, cpu = (each[name] for name in ("changes_per_second", "microseconds", "cpu_microseconds"))
-                figures = (f"{each['x']:,}", f"{each['changes']:,}", f"{rate['median']:,.0f}")
-                range_ = f"{rate['min']:,.0f}-{rate['max']:,.0f}"
-                body.append([axis, *figures, range_, f"{cost['median']:.1f}", f"{cpu['median']:.1f}"])
-        return text_table(["axis", "", "changes", "changes/s", "min-max", "µs a change", "CPU µs a change"], body)
+                sizes = (f"{each['x']:,}", f"{each['changes']:,}", f"{each['log'] / _MIB:,.0f}")
+                rates = (f"{rate['median']:,.0f}", f"{rate['min']:,.0f}-{rate['max']:,.0f}")
+                body.append([axis, *sizes, *rates, f"{cost['median']:.1f}", f"{cpu['median']:.1f}"])
+        return text_table(
+            ["axis", "", "changes", "MiB of log", "changes/s", "min-max", "µs a change", "CPU µs a change"], body
+        )
 
 
 def measure(changes: int, repeat: int, axes: Mapping[str, Sequence[int]]) -> Scaling:
@@ -115,15 +127,15 @@ def measure(changes: int, repeat: int, axes: Mapping[str, Sequence[int]]) -> Sca
     """
     whole = _whole(changes)
     with laboratory() as lab:
-        _drains(lab, "warm", 1, min(whole, _WARM_CHANGES), 1)
+        _warm(lab, whole)
         found = {
             TABLES: [_point(lab, TABLES, x, x, whole, repeat) for x in axes[TABLES]],
-            BACKLOG: [_point(lab, BACKLOG, x, 1, _whole(x), repeat) for x in axes[BACKLOG]],
+            BACKLOG: [_point(lab, BACKLOG, x, 1, _whole(x), repeat if x <= _REPEATED else 1) for x in axes[BACKLOG]],
             EXECUTORS: [],
         }
         for x in axes[EXECUTORS]:
             with _executors(lab, x) as other:
-                _drains(other, f"warm{x}", 1, min(whole, _WARM_CHANGES), 1)
+                _warm(other, whole)
                 found[EXECUTORS].append(_point(other, EXECUTORS, x, 1, whole, repeat))
     return Scaling({axis: tuple(found[axis]) for axis in AXES if found[axis]})
 
@@ -143,23 +155,24 @@ def _executors(lab: Lab, count: int) -> Iterator[Lab]:
         yield replace(lab, spark=spark, cores=count)
 
 
+def _warm(lab: Lab, changes: int) -> None:
+    """Drain a small backlog, so that the session has done all of it before."""
+    _point(lab, "warm", lab.cores, 1, min(changes, _WARM_CHANGES), 1)
+
+
 def _point(lab: Lab, axis: str, x: int, tables: int, changes: int, repeat: int) -> Point:
-    found = _drains(lab, f"{axis}{x}", tables, changes, repeat)
-    tell(f"{SCALING}, {x:,} {axis}", changes, min(each.seconds for each in found))
-    return Point(x, changes, found)
-
-
-def _drains(lab: Lab, database: str, tables: int, changes: int, repeat: int) -> tuple[Drain, ...]:
     """Drain the same backlog some times, each into a mirror of its own."""
+    database = f"{axis}{x}"
     create_database(lab.source, database)
     dsn = lab.source.dsn(database)
     names = [f"t{n}" for n in range(tables)]
     execute(dsn, *(TABLE_DDL.replace("public.t ", f"public.{name} ") for name in names), *map(_first_rows, names))
     pipelines = [_provision(lab, database, f"{database}_{i}", names) for i in range(repeat)]
-    end = _write(dsn, tables, changes)
-    found = tuple(_drain(lab, pipeline, names, changes, end) for pipeline in pipelines)
+    began, end = _write(dsn, tables, changes)
+    drains = tuple(_drain(lab, pipeline, names, changes, end) for pipeline in pipelines)
     drop_database(lab.source, database)
-    return found
+    tell(f"{SCALING}, {x:,} {axis}", changes, min(each.seconds for each in drains))
+    return Point(x, changes, end - began, drains)
 
 
 def _provision(lab: Lab, database: str, name: str, tables: Sequence[str]) -> Pipeline:
@@ -178,8 +191,8 @@ def _first_rows(table: str) -> str:
     return f"INSERT INTO public.{table} SELECT {ROW} FROM generate_series(1::bigint, {_HALF}::bigint) AS n"
 
 
-def _write(dsn: str, tables: int, changes: int) -> int:
-    """Write a backlog, a step of one table after that of another, and return the LSN of a marker behind it."""
+def _write(dsn: str, tables: int, changes: int) -> tuple[int, int]:
+    """Write a backlog, a step of one table after that of another, and return the LSNs of markers around it."""
     row = ROW.replace("'", "''")
     text = f"""
         DO $$ DECLARE low bigint; BEGIN FOR k IN 0..{changes // _STEP - 1} LOOP
@@ -191,9 +204,10 @@ def _write(dsn: str, tables: int, changes: int) -> int:
             IF (k + 1) % {_STEPS_A_TRANSACTION} = 0 THEN COMMIT; END IF;
         END LOOP; END $$
     """
-    execute(dsn, "SET synchronous_commit = off", text)
     with connected(dsn) as source:
-        return emit_marker(source, "end")
+        began = emit_marker(source, "begin")
+        execute(dsn, "SET synchronous_commit = off", text)
+        return began, emit_marker(source, "end")
 
 
 def _drain(lab: Lab, pipeline: Pipeline, tables: Sequence[str], changes: int, end: int) -> Drain:

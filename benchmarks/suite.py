@@ -19,13 +19,14 @@ RUNS = {
     "streams": "stream-noop stream-parquet stream-mirror stream-files stream-kafka subscription"
     " debezium-count debezium-warm debezium-json --rows 2000000",
     "updates": "stream-mirror subscription debezium-count debezium-warm --shape updates --rows 2000000",
-    "sinks": "stream-changelog stream-delta stream-mysql debezium-count flink-cdc --rows 500000",
+    "sinks": "stream-changelog stream-delta stream-delta-changelog stream-mysql debezium-count flink-cdc --rows 500000",
     "shapes": f"stream-noop stream-mirror subscription --rows 400000 --shape {' --shape '.join(_SHAPES)}",
     "tables": "stream-mirror --rows 400000 --shape thousand --shape 500-tables",
     "snapshots": "snapshot snapshot-files pg_dump spark-jdbc spark-jdbc-parquet --readers 1 2 4 --rows 10000000"
     " --repeat 2",
-    "snapshot-sinks": "snapshot-changelog snapshot-delta snapshot-mysql snapshot-kafka debezium-snapshot"
-    " --rows 1000000",
+    "snapshot-sinks": "snapshot-changelog snapshot-delta snapshot-delta-changelog snapshot-mysql snapshot-kafka"
+    " debezium-snapshot --readers 1 2 4 --rows 10000000 --repeat 2",
+    "large-table": "snapshot snapshot-files pg_dump --shape 1-kb --rows 18000000 --repeat 1",
     "topics": "kafka --rows 500000",
     "planning": "planning --rows 100000000",
     "beside": "beside --rows 4000000",
