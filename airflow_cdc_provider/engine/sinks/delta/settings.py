@@ -77,6 +77,8 @@ class DeltaSettings:
             "spark.sql.extensions": _EXTENSION,
             # A table's log is read by as many tasks: fifty by default, which is much for the log of most tables.
             "spark.databricks.delta.snapshotPartitions": "4",
+            # A task that shuffles into as many as 200 partitions would write a file for each of them.
+            "spark.shuffle.sort.bypassMergeThreshold": "8",
         }
         if self.catalog in (None, "spark_catalog"):
             conf["spark.sql.catalog.spark_catalog"] = _CATALOG
