@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline, SnapshotSettings
 from airflow_cdc_provider.engine.connection import connected
@@ -24,6 +23,7 @@ from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
 from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.waiting import await_condition
 from benchmarks.lab import TABLE_DDL, create_database, execute, fill, laboratory
 from benchmarks.report import check, spread
 

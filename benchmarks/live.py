@@ -17,12 +17,13 @@ from typing import Any
 import psutil
 import yaml
 
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.run import existing_record
 from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.waiting import await_condition
 from benchmarks.lab import TABLE_DDL, checksum, create_database, execute
 from benchmarks.processes import Meter
 from benchmarks.report import WrongResult, check

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import psycopg
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline, SnapshotSettings, SparkSettings
 from airflow_cdc_provider.engine.connection import connected
@@ -27,6 +26,7 @@ from airflow_cdc_provider.engine.session import spark_session
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
 from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.waiting import await_condition
 from benchmarks.lab import ROW, TABLE_DDL, Lab, create_database, drop_database, execute, laboratory, query
 from benchmarks.processes import Meter
 from benchmarks.report import check, spread, tell

@@ -29,7 +29,6 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands, wal
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.chunks import Chunk
@@ -46,6 +45,7 @@ from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.source import SlotStreamReader
 from airflow_cdc_provider.engine.stage import Stage
 from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.engine.wal import WalReader
 from tests.class_archive import ARCHIVE, JVM_OPTIONS
 from tests.conftest import Databases

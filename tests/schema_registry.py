@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.demo.jars import HOME
-from airflow_cdc_provider.demo.servers import await_condition, end_guard, find_free_port, start_guard
+from airflow_cdc_provider.demo.servers import end_guard, find_free_port, start_guard
+from airflow_cdc_provider.engine.waiting import await_condition
 
 ARTIFACT = "io.apicurio:apicurio-registry-app:3.0.9:tar.gz:all"
 SECONDS = 90.0

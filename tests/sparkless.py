@@ -18,7 +18,6 @@ from pathlib import Path
 
 import psutil
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import claim, commands, requests
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connected
@@ -29,6 +28,7 @@ from airflow_cdc_provider.engine.run import existing_record, run_part
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.pipelines import SECONDS, apply_stream, copy_chunk_of
 
 _context = multiprocessing.get_context("forkserver")

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.run import Run, run_part
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.stream import StreamProgress
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.pipelines import PipelineUnderTest, follow_log
 
 SECONDS = 90.0

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.ahead import Ahead
 from airflow_cdc_provider.engine.errors import StagingLost
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import StagedPiece
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

@@ -31,10 +31,10 @@ from airflow_cdc_provider.demo.events import (
     written,
 )
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.demo.stage import write_pipeline
 from airflow_cdc_provider.demo.topics import Outcome, TopicMoment, Unreadable, summary
 from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.kafka_server import SECONDS
 from tests.test_demo import NEW, task
 

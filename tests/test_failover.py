@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from psycopg import pq
 
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition, find_free_port
+from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
 from airflow_cdc_provider.engine import commands, wal
 from airflow_cdc_provider.engine.attempts import keep_trying
 from airflow_cdc_provider.engine.connection import connected
@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.source import SlotStreamReader
 from airflow_cdc_provider.engine.stream import StreamJob
 from airflow_cdc_provider.engine.timeline import Switch, left_at, parse_history, read_history
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest, apply_stream, chunk_task, execute, follow_log, query_rows
 from tests.proxy import Proxy

@@ -18,12 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.errors import Fenced, SecondWriter
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.snapshot import copy_chunk
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, PipelineUnderTest, chunk_task
 from tests.sparkless import DONE, FAILED, SparklessRun

@@ -14,7 +14,6 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from airflow_cdc_provider.demo.kafka import KafkaServer, Login
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.errors import (
     ConfigError,
     ConnectionFailed,
@@ -29,6 +28,7 @@ from airflow_cdc_provider.engine.sinks.changes import Contents
 from airflow_cdc_provider.engine.sinks.kafka import writer
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.kafka_server import make_broker
 from tests.kafka_sink import KafkaStore, clear, consumed
 from tests.sink_contract import IDENTITY, TARGET, WHOLE, Begun, begin

@@ -16,7 +16,6 @@ import pytest
 
 # isort: split
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import submission
 from airflow_cdc_provider.engine.lookout import Lookout
 from airflow_cdc_provider.engine.state import State, read_heartbeats, write_heartbeat
@@ -29,6 +28,7 @@ from airflow_cdc_provider.engine.submission import (
     read,
     stop,
 )
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.keeper import Assignment, start_keeper
 from airflow_cdc_provider.hooks.process_group import ProcessGroup

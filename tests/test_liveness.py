@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import liveness
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import StreamFailed
 from airflow_cdc_provider.engine.liveness import Calls, find_trouble
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases
 
 

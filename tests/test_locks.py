@@ -14,7 +14,6 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands, connection, provisioning, reread, stream
 from airflow_cdc_provider.engine.catalog import _LEAVES
 from airflow_cdc_provider.engine.connection import connected, rows
@@ -23,6 +22,7 @@ from airflow_cdc_provider.engine.publication import published_oids
 from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest, execute, transaction
 from tests.streaming import Streaming

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import barriers, commands, requests, reread
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.errors import CannotFollow, OlderTransactions
@@ -18,6 +17,7 @@ from airflow_cdc_provider.engine.run import run_part
 from airflow_cdc_provider.engine.snapshot import readopt
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.units import Units
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, execute, transaction
 from tests.standby import WITHOUT_STANDBY, commits_that_wait
@@ -54,13 +54,13 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each look at older transactions was ready to wait, in seconds."""
     found: list[float] = []
-    wait_until = barriers.wait_until
+    await_condition = barriers.await_condition
 
     def noted(condition: object, timeout: float) -> bool:
         found.append(timeout)
-        return wait_until(condition, timeout)  # type: ignore[arg-type]
+        return await_condition(condition, timeout)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(barriers, "wait_until", noted)
+    monkeypatch.setattr(barriers, "await_condition", noted)
     return found
 
 

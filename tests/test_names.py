@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg2 import sql
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.buffer import Position
 from airflow_cdc_provider.engine.capture import resolve
@@ -24,6 +23,7 @@ from airflow_cdc_provider.engine.connection import Connection, connected, rows
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.publication import create_publication, drop_publication
 from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.engine.wal import WalReader
 from tests.changelogs import assert_same_values
 from tests.conftest import Databases

@@ -21,12 +21,12 @@ from airflow.api_fastapi.core_api.datamodels.plugins import PluginResponse
 from fastapi.testclient import TestClient
 
 from airflow_cdc_provider import __version__
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.history import extended
 from airflow_cdc_provider.engine.ledger import write_ledger
 from airflow_cdc_provider.engine.run import request_stop
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from airflow_cdc_provider.engine.submission import Submission
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.plugins import cdc
 from airflow_cdc_provider.plugins.api import STATIC, Pipelines, make_app
 from airflow_cdc_provider.plugins.overview import CELLS, condition, describe, summarize, wants_poll

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from psycopg.rows import dict_row
 
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.ahead import Ahead
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, StagingLost
@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.sink_contract import (
     LABEL,

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import psycopg2
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import readiness
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
@@ -31,6 +31,7 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.findings import Finding, require
 from airflow_cdc_provider.engine.preflight import preflight
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases, ServerMaker
 
 ORDERS = "CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY, body text)"

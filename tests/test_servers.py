@@ -19,11 +19,11 @@ from airflow_cdc_provider.demo.servers import (
     Account,
     PostgresServer,
     ServerError,
-    await_condition,
     find_binaries,
     find_free_port,
     start_guard,
 )
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases, ServerMaker
 
 

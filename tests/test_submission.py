@@ -22,7 +22,6 @@ from tests.airflow_support import connection_json, write_pipeline
 from airflow.sdk.exceptions import AirflowException, TaskDeferred
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import cli, lookout, submission
 from airflow_cdc_provider.engine.errors import ExitCode, Fenced, SecondWriter, SparkLost, StateUnwritable
 from airflow_cdc_provider.engine.lookout import PATIENCE_SECONDS, Lookout, patience
@@ -38,6 +37,7 @@ from airflow_cdc_provider.engine.submission import (
     read,
     stop,
 )
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.operators import spark
 from airflow_cdc_provider.operators.spark import Handle, Step, next_step
 from airflow_cdc_provider.operators.stream import CdcStreamOperator

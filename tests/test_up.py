@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from airflow_cdc_provider.demo.client import AirflowClient
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.demo.stage import DAG
+from airflow_cdc_provider.engine.waiting import await_condition
 
 SECONDS = 300.0
 MARK = "CDC_TEST_UP"

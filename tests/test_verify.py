@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import verify
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import TableRule
@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.sides import Sides
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides
 from airflow_cdc_provider.engine.verify import TableResult
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import Databases, ServerMaker, drop_database
 
 TYPES_DDL = """

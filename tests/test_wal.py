@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition
+from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import wal
 from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
 from airflow_cdc_provider.engine.connection import connected
@@ -27,6 +27,7 @@ from airflow_cdc_provider.engine.errors import ConnectionFailed, LimitExceeded, 
 from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.engine.wal import gulp, open_replication
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, execute, reader_naps, slot_reader, transaction

@@ -22,7 +22,8 @@ from typing import Self
 import psutil
 
 from airflow_cdc_provider.demo.client import AirflowClient, AirflowFailed
-from airflow_cdc_provider.demo.servers import await_condition, end_guard, find_free_port, start_guard
+from airflow_cdc_provider.demo.servers import end_guard, find_free_port, start_guard
+from airflow_cdc_provider.engine.waiting import await_condition
 
 COMPONENTS = ("scheduler", "dag-processor", "api-server", "triggerer")
 MARK = "CDC_AIRFLOW_STACK"

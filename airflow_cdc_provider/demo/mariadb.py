@@ -29,11 +29,11 @@ from airflow_cdc_provider.demo.servers import (
     STOP_SECONDS,
     Account,
     ServerError,
-    await_condition,
     end_guard,
     find_free_port,
     start_guard,
 )
+from airflow_cdc_provider.engine.waiting import await_condition
 
 _SOCKET_LENGTH = 100
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from airflow_cdc_provider.demo.client import FINAL_STATES, TaskState
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.demo.show import Moment, Screen
 from airflow_cdc_provider.demo.stage import DAG, DemoFailed, Stage
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 from airflow_cdc_provider.engine.submission import read_all
+from airflow_cdc_provider.engine.waiting import await_condition
 
 GROUPS = 2
 

@@ -20,8 +20,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +30,7 @@ import psutil
 import psycopg
 
 from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.waiting import await_condition
 
 StopMode = Literal["smart", "fast", "immediate"]
 
@@ -55,16 +55,6 @@ LOG_TAIL_LINES = 25
 
 class ServerError(CdcError):
     """A temporary server cannot be created, started or stopped."""
-
-
-def await_condition(condition: Callable[[], bool], seconds: float, interval: float = 0.05) -> bool:
-    """Poll until ``condition`` holds; whether it did before ``seconds`` were over."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(interval)
-    return True
 
 
 def find_free_port() -> int:

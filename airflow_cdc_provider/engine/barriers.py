@@ -16,7 +16,8 @@ import numpy.typing as npt
 from airflow_cdc_provider.engine.connection import Connection, scalar
 from airflow_cdc_provider.engine.errors import OlderTransactions
 from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.slot import blockers, visible_in_current, wait_until
+from airflow_cdc_provider.engine.slot import blockers, visible_in_current
+from airflow_cdc_provider.engine.waiting import await_condition
 
 PATIENCE_SECONDS = 5.0
 """How long those wait for older transactions who have nothing else to do."""
@@ -119,7 +120,7 @@ class Barriers:
             running = snapshot.xip
             return snapshot.xmin >= barrier and not self._unseen.size
 
-        if not wait_until(seen, patience):
+        if not await_condition(seen, patience):
             older = {xid for xid in running if xid < barrier or (xid & 0xFFFFFFFF) in self._unseen}
             raise OlderTransactions(f"reading {label} again waits for: {blockers(source, older)}", _SOLUTION)
         failpoint("after-barrier")
@@ -130,7 +131,7 @@ def require_visible(source: Connection, label: str, xids: npt.NDArray[np.uint32]
 
     :raises OlderTransactions: naming those that they do not see.
     """
-    if not wait_until(lambda: bool(visible_in_current(source).visible(xids).all()), _GRACE_SECONDS):
+    if not await_condition(lambda: bool(visible_in_current(source).visible(xids).all()), _GRACE_SECONDS):
         snapshot = visible_in_current(source)
         unseen = set(xids[~snapshot.visible(xids)].tolist())
         raise OlderTransactions(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from airflow_cdc_provider.engine.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.errors import SecondWriter
-from airflow_cdc_provider.engine.slot import wait_until
+from airflow_cdc_provider.engine.waiting import await_condition
 
 _SPACE = "airflow_cdc"
 _WAIT_SECONDS = 1.0
@@ -38,7 +38,7 @@ def claim(source: Connection, pipeline: str, takeover: bool) -> None:
         return
     if takeover:
         rows(source, f"SELECT pg_terminate_backend(pid) {_HOLDERS}", names)
-    if not wait_until(claimed, _END_SECONDS if takeover else _WAIT_SECONDS):
+    if not await_condition(claimed, _END_SECONDS if takeover else _WAIT_SECONDS):
         pids = ", ".join(str(pid) for (pid,) in rows(source, f"SELECT pid {_HOLDERS}", names))
         raise SecondWriter(
             f"another command is making or removing the slot of pipeline {pipeline!r} (session {pids or '?'} of the"

@@ -40,6 +40,7 @@ from airflow_cdc_provider.engine.sinks.settings import Maintained
 from airflow_cdc_provider.engine.sinks.several import merged
 from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
 from airflow_cdc_provider.engine.verify import compare, ranges_in
+from airflow_cdc_provider.engine.waiting import await_condition
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -398,7 +399,7 @@ class _LiveStream:
         self._pipeline = pipeline
 
     def passed(self, lsn: int, timeout: float) -> bool:
-        return slot.wait_until(lambda: existing_record(self._pipeline).applied >= lsn, timeout)
+        return await_condition(lambda: existing_record(self._pipeline).applied >= lsn, timeout)
 
 
 def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from airflow_cdc_provider.engine.lag import Lag
 from airflow_cdc_provider.engine.metrics import require_client, serving
 from airflow_cdc_provider.engine.sinks.base import CommitRecord, Record, Sink
 from airflow_cdc_provider.engine.sinks.several import SeveralRecords, merged
-from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot, reader_name, wait_until
+from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot, reader_name
 from airflow_cdc_provider.engine.state import (
     STALE_SECONDS,
     Heartbeat,
@@ -52,6 +52,7 @@ from airflow_cdc_provider.engine.state import (
     read_heartbeats,
     write_heartbeat,
 )
+from airflow_cdc_provider.engine.waiting import await_condition
 
 STREAM, RESNAPSHOT = "stream", "resnapshot"
 """Names of parts of a run."""
@@ -466,7 +467,7 @@ def _note_slot(run: Run) -> None:
             state = read_slot(source, run.pipeline.source.slot)
             return state is None or not state.active
 
-        if existing_record(run.pipeline).epoch == run.epoch and wait_until(free, _RELEASE_SECONDS):
+        if existing_record(run.pipeline).epoch == run.epoch and await_condition(free, _RELEASE_SECONDS):
             for branch in run.branches:
                 record = existing_record(branch.pipeline)
                 branch.note(record, gate(source, run.pipeline.source, record))

@@ -23,6 +23,7 @@ from airflow_cdc_provider.engine.errors import Blocked, MissingPrivilege, Second
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.waiting import await_condition
 
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.1
@@ -256,19 +257,9 @@ def barrier(connection: Connection, timeout: float = WAIT_SECONDS) -> None:
     failpoint("before-barrier")
     own = scalar(connection, "SELECT pg_current_xact_id()::text::bigint")
     query = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
-    if not wait_until(lambda: scalar(connection, query) >= own, timeout):
+    if not await_condition(lambda: scalar(connection, query) >= own, timeout):
         raise _blocked(connection, "waiting for transactions older than the slot", timeout)
     failpoint("after-barrier")
-
-
-def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Poll a condition of the server until it holds; false after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
 
 
 def blockers(connection: Connection, xids: Collection[int] | None = None) -> str:
@@ -341,7 +332,7 @@ def end_walsender(
             rows(connection, "SELECT pg_terminate_backend(%s)", [state.active_pid])
             return False
 
-    if not wait_until(free, timeout):
+    if not await_condition(free, timeout):
         raise SecondWriter(
             f"slot {slot!r} is still in use after {timeout:g} seconds", "Stop the process that reads from it."
         )

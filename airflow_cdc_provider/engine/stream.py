@@ -32,9 +32,10 @@ from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.run import Run
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot, wait_until
+from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.sockets import meeting_place
 from airflow_cdc_provider.engine.source import Meeting, SourceOptions, postgres_cdc
+from airflow_cdc_provider.engine.waiting import await_condition
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +262,7 @@ class StreamJob:
                 self._run.lag.see(state)
             return state is None or state.confirmed_flush_lsn >= applied or self._batches.ended(query)
 
-        wait_until(acknowledged, _ACKNOWLEDGE_SECONDS)
+        await_condition(acknowledged, _ACKNOWLEDGE_SECONDS)
 
     def _sweep(self) -> None:
         self._run.commit_record.sweep(self._run.epoch)

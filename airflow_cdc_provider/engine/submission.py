@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from airflow_cdc_provider.engine.errors import CdcError, JobLost, Retry, StateUnwritable
 from airflow_cdc_provider.engine.state import Owner, State, read_heartbeat, read_heartbeats
+from airflow_cdc_provider.engine.waiting import await_condition
 
 T = TypeVar("T")
 
@@ -248,13 +249,13 @@ def stop(state: State, id_: str, seconds: float = STOP_SECONDS) -> bool:
 
     :returns: whether it has ended in time.
     """
+
+    def ended() -> bool:
+        job = read(state, id_)
+        return job is None or not job.lives
+
     ask_to_stop(state, id_, Asker.AIRFLOW)
-    deadline = time.monotonic() + seconds
-    while (job := read(state, id_)) is not None and job.lives:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    return await_condition(ended, seconds, 0.2)
 
 
 def askers(state: State, id_: str) -> Askers:

@@ -12,11 +12,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from types import TracebackType
 from typing import Self
 
 import psutil
+
+from airflow_cdc_provider.engine.waiting import await_condition
 
 # The guard ignores the signals that end the others, and goes last with the KILL to its own group.
 _GUARD = 'trap \'\' TERM INT HUP; read -r line; kill -TERM 0; sleep 3; [ -z "$1" ] || rm -rf -- "$1"; kill -KILL 0'
@@ -98,9 +99,4 @@ def _lives(process: psutil.Process) -> bool:
 
 def _await_end(processes: set[psutil.Process], seconds: float) -> bool:
     # psutil's own wait would reap children of ours and so take their exit code from Popen.
-    deadline = time.monotonic() + seconds
-    while any(map(_lives, processes)):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
+    return await_condition(lambda: not any(map(_lives, processes)), seconds, _POLL_SECONDS)

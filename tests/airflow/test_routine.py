@@ -9,11 +9,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.run import sink_of
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.submission import read_all
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases

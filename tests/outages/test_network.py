@@ -12,8 +12,8 @@ import adbc_driver_postgresql.dbapi as adbc
 import psutil
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine.connection import connect, connected, session_dsn
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.engine.wal import open_replication
 from tests.network import Network
 from tests.outages.conftest import Pair

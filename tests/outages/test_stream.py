@@ -19,8 +19,8 @@ import psycopg
 import pytest
 from psycopg import pq
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.outages.conftest import Pair
 from tests.outages.scene import (
     FULL,

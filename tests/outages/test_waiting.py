@@ -12,10 +12,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import cli, commands
 from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fenced, GateClosed
 from airflow_cdc_provider.engine.state import read_heartbeats
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import PIPELINE_ROLE
 from tests.outages.conftest import Pair
 from tests.outages.scene import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.races.scene import Make, Mode, events
 

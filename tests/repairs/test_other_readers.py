@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 from psycopg import pq
 
-from airflow_cdc_provider.demo.servers import await_condition
 from airflow_cdc_provider.engine import commands, provisioning
 from airflow_cdc_provider.engine.errors import (
     SecondWriter,
 )
+from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.engine.wal import WalReader
 from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.repairs.scene import LOST, Make, assert_healed

@@ -7,8 +7,9 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from airflow_cdc_provider.demo.servers import PostgresServer, await_condition, find_free_port
+from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
 from airflow_cdc_provider.engine.timeline import parse_history
+from airflow_cdc_provider.engine.waiting import await_condition
 from tests.conftest import create_roles
 from tests.pipelines import execute, query_rows
 

@@ -29,7 +29,6 @@ from airflow_cdc_provider.engine.session import spark_session
 from airflow_cdc_provider.engine.sides import Sides
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.settings import Mode
-from airflow_cdc_provider.engine.slot import wait_until
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics, behind, reached
 from airflow_cdc_provider.engine.topics.gate import pass_gate
@@ -38,6 +37,7 @@ from airflow_cdc_provider.engine.topics.query import Shape, output_of, shape_of
 from airflow_cdc_provider.engine.topics.replay import Replay, reach_of
 from airflow_cdc_provider.engine.topics.settings import Offsets, Output
 from airflow_cdc_provider.engine.verify import PASS_TIMEOUT, Report, compare_sides, not_reached, ranges_in
+from airflow_cdc_provider.engine.waiting import await_condition
 
 Shaped: TypeAlias = Callable[[Target, Iterable[pa.RecordBatch]], Iterator[Rowset]]
 
@@ -161,5 +161,5 @@ def _read(branch: Pipeline) -> Offsets:
 def _catch_up(branch: Pipeline, topics: Topics) -> None:
     """Wait until the sink has all messages that there are now."""
     ends = topics.ends()
-    if not wait_until(lambda: reached(_read(branch), ends), PASS_TIMEOUT):
+    if not await_condition(lambda: reached(_read(branch), ends), PASS_TIMEOUT):
         raise not_reached(f"the ends of {topics.source.place}")
