@@ -144,7 +144,7 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    table = "\n".join(f"  {name:19}{case.help}" for name, case in CASES.items())
+    table = "\n".join(f"  {name:25}{case.help}" for name, case in CASES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=f"{(__doc__ or '').splitlines()[0]}\n\ncases:\n{table}",

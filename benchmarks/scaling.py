@@ -157,7 +157,8 @@ def _executors(lab: Lab, count: int) -> Iterator[Lab]:
 
 def _warm(lab: Lab, changes: int) -> None:
     """Drain a small backlog, so that the session has done all of it before."""
-    _point(lab, "warm", lab.cores, 1, min(changes, _WARM_CHANGES), 1)
+    few = min(changes, _WARM_CHANGES)
+    _point(lab, "warm", few, 1, few, 1)
 
 
 def _point(lab: Lab, axis: str, x: int, tables: int, changes: int, repeat: int) -> Point:

@@ -87,7 +87,8 @@ def _measure(
 def _others(case: str) -> tuple[str, ...]:
     """Peers that a case is compared with beside ``COPY``."""
     name = case.partition(",")[0]
-    like = {SNAPSHOT: (DUMP, jdbc.JDBC), f"{SNAPSHOT}-files": (jdbc.PARQUET,), f"{SNAPSHOT}-delta": (jdbc.PARQUET,)}
+    into_files = (f"{SNAPSHOT}-files", f"{SNAPSHOT}-delta", f"{SNAPSHOT}-delta-changelog")
+    like = {SNAPSHOT: (DUMP, jdbc.JDBC), **dict.fromkeys(into_files, (jdbc.PARQUET,))}
     return (*like.get(name, ()), debezium.SNAPSHOT) if name in PIPELINES else ()
 
 

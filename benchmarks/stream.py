@@ -93,7 +93,10 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
     execute(lab.source.dsn(database), *shape.ddl, *shape.fill(shape.half(changes), shape.steps(changes)))
     execute(lab.source.dsn(database), f"CREATE PUBLICATION {PUBLICATION} FOR TABLE {', '.join(shape.names)}")
     pipelines = {
-        case: [_provision(lab, f"{database}_{case.replace('-', '_')}{i}", database, outlet) for i in range(repeat)]
+        case: [
+            _provision(lab, f"{database}_{case.removeprefix('stream-').replace('-', '_')}{i}", database, outlet)
+            for i in range(repeat)
+        ]
         for case, outlet in PIPELINES.items()
         if case in cases
     }

@@ -54,11 +54,11 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each look at older transactions was ready to wait, in seconds."""
     found: list[float] = []
-    await_condition = barriers.await_condition
+    original = barriers.await_condition
 
     def noted(condition: object, timeout: float) -> bool:
         found.append(timeout)
-        return await_condition(condition, timeout)  # type: ignore[arg-type]
+        return original(condition, timeout)  # type: ignore[arg-type]
 
     monkeypatch.setattr(barriers, "await_condition", noted)
     return found

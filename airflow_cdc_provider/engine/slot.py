@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 from airflow_cdc_provider.engine.waiting import await_condition
 
 WAIT_SECONDS = 600.0
-_POLL_SECONDS = 0.1
+_FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 _FAILOVER_VERSION = 170000
 # A stale catalog comes about only by way of Postgres' FULL_SNAPSHOT, which takes three records of running transactions
@@ -213,7 +213,7 @@ def _leave_creation(connection: Connection, slot: str, consistent: int, timeout:
     state = read_slot(connection, slot)
     if state is not None and consistent - state.restart_lsn < _BY_WAY_OF_FULL_SNAPSHOT:
         return consistent
-    deadline, pause, start = time.monotonic() + timeout, _POLL_SECONDS, None
+    deadline, pause, start = time.monotonic() + timeout, _FIRST_PAUSE, None
     # To advance may be to wait without a limit for the standbys in synchronized_standby_slots, from 17 on.
     settings = "SELECT set_config('statement_timeout', %s, false), set_config('synchronous_commit', 'local', false)"
     try:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def await_condition(condition: Callable[[], bool], seconds: float, interval: float = 0.05) -> bool:
+def await_condition(condition: Callable[[], bool], seconds: float, interval: float = 0.1) -> bool:
     """Look again and again until a condition holds.
 
     :param seconds: for which to wait at most.
