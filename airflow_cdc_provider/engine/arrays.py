@@ -29,6 +29,22 @@ def _elements(column: pa.Array) -> pa.Array:
     return pc.fill_null(pc.if_else(pc.match_substring_regex(column, _NEEDS_QUOTES), quoted, column), "NULL")
 
 
+def array_text(values: pa.ChunkedArray) -> str:
+    """The text of the array of a column's values."""
+    texts = values.cast(pa.large_string()).to_pylist()
+    if None not in texts:
+        quoted = '","'.join(texts)
+        # Nothing but the quotes between them: so it is with nearly all columns, and ten times as fast.
+        if texts and "\\" not in quoted and quoted.count('"') == 2 * (len(texts) - 1):
+            return f'{{"{quoted}"}}'
+    return f"{{{','.join('NULL' if text is None else _quoted(text) for text in texts)}}}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
 def array_elements(text: str) -> tuple[str, ...]:
     """The elements of an array's text, none of which is NULL."""
     return tuple(

@@ -117,6 +117,18 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Where the changes of one table stand in what the changes of several share.
+
+    :param number: of its row there.
+    :param types: of the staged columns, as SQL.
+    """
+
+    number: int
+    types: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Staged:
     """The changes of one table in one piece, as staged: what ``commit`` needs to know of them.
 
@@ -125,6 +137,7 @@ class Staged:
     :param rows: rows staged.
     :param truncate: the table is emptied before the rows are applied.
     :param columns: names of the staged columns, in order.
+    :param share: of it where others have been staged in the same relation.
     """
 
     label: str
@@ -132,6 +145,7 @@ class Staged:
     rows: int
     truncate: bool
     columns: tuple[str, ...]
+    share: Share | None = None
 
 
 @dataclass(frozen=True)

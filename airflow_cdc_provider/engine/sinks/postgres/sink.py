@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.sinks.base import (
     CopiedChunk,
     Copyable,
     MissingValues,
+    Share,
     Staged,
     StagedPiece,
     Target,
@@ -41,6 +42,7 @@ from airflow_cdc_provider.engine.sinks.base import (
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
 from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
+from airflow_cdc_provider.engine.sinks.postgres.gathered import element_types, gather, is_small, share
 from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
@@ -311,9 +313,13 @@ class PostgresSink(PostgresRecord):
             self._fence(connection, epoch, "FOR KEY SHARE")
             rows(connection, "SET LOCAL synchronous_commit = off")
             targets = self._targets(connection)
-            for number, effect in enumerate(effects):
-                relation, staged_rows = None, rows_to_stage(effect)
-                if effect.rows.num_rows:
+            all_rows = [rows_to_stage(effect) for effect in effects]
+            shares = self._gather(connection, f"{self._staging_prefix}{attempt}", targets, effects, all_rows)
+            for number, (effect, staged_rows) in enumerate(zip(effects, all_rows, strict=True)):
+                relation = None
+                if number in shares:
+                    relation = f"{self._staging_prefix}{attempt}"
+                elif staged_rows.num_rows:
                     relation = f"{self._staging_prefix}{attempt}_{number}"
                     target = targets[effect.label]
                     statements = TableStatements(connection, target)
@@ -337,11 +343,32 @@ class PostgresSink(PostgresRecord):
                         effect.rows.num_rows,
                         effect.truncate,
                         tuple(staged_rows.column_names),
+                        shares.get(number),
                     )
                 )
             failpoint("before-batch-staged")
         failpoint("after-batch-staged")
         return tuple(staged)
+
+    def _gather(
+        self,
+        connection: Connection,
+        relation: str,
+        targets: Mapping[str, Target],
+        effects: Sequence[Effect],
+        staged_rows: Sequence[pa.Table],
+    ) -> dict[int, Share]:
+        """Stage the small effects on mirrors in one relation, if there are several; by number where each stands."""
+        small = [n for n, each in enumerate(staged_rows) if self.mode == "mirror" and is_small(each)]
+        types = element_types(connection, [targets[effects[n].label] for n in small]) if len(small) > 1 else {}
+        shares = {
+            n: share(n, staged_rows[n], targets[label], types[label])
+            for n in small
+            if (label := effects[n].label) in types
+        }
+        if shares:
+            gather(connection, relation, [(each, staged_rows[n]) for n, each in shares.items()])
+        return shares
 
     def commit(
         self,
@@ -390,9 +417,10 @@ class PostgresSink(PostgresRecord):
                     [self.pipeline, format_lsn(end)],
                 )
             staged += (each for piece in pieces for each in piece.tables)  # of a unit that is skipped
-            relations = [sql.Identifier("airflow_cdc", each.relation) for each in staged if each.relation is not None]
+            relations = list(dict.fromkeys(each.relation for each in staged if each.relation is not None))
             for some in _portions(relations):
-                rows(connection, sql.SQL("DROP TABLE {}").format(sql.SQL(", ").join(some)))
+                names = sql.SQL(", ").join(sql.Identifier("airflow_cdc", relation) for relation in some)
+                rows(connection, sql.SQL("DROP TABLE {}").format(names))
             failpoint("in-batch-commit")
         failpoint("after-batch-commit")
         return not skip
@@ -445,8 +473,15 @@ class PostgresSink(PostgresRecord):
 
     def _check_staged(self, connection: Connection, piece: Sequence[Staged]) -> None:
         """Unlogged tables are empty after a crash of the target: count before a piece is applied."""
-        for some in _portions([staged for staged in piece if staged.relation is not None]):
-            names = [sql.Identifier("airflow_cdc", str(staged.relation)).as_string(connection) for staged in some]
+        expected: dict[str, tuple[int, str]] = {}
+        for staged in piece:
+            if staged.relation is not None and staged.share is None:
+                expected[staged.relation] = (staged.rows, staged.label)
+            elif staged.relation is not None:  # which has a row for each table
+                tables = 1 + expected.get(staged.relation, (0, ""))[0]
+                expected[staged.relation] = (tables, f"{tables} tables")
+        for some in _portions(list(expected.items())):
+            names = [sql.Identifier("airflow_cdc", relation).as_string(connection) for relation, _ in some]
             query = (
                 "SELECT to_regclass(name) IS NOT NULL FROM unnest(%s::text[]) WITH ORDINALITY AS u (name, n) ORDER BY n"
             )
@@ -454,10 +489,10 @@ class PostgresSink(PostgresRecord):
             counts = dict.fromkeys(range(len(some)), 0)
             there = [f"SELECT {n}, count(*) FROM {name}" for n, name in enumerate(names) if exists[n]]
             counts |= dict(rows(connection, " UNION ALL ".join(there))) if there else {}
-            for n, staged in enumerate(some):
-                if counts[n] != staged.rows:
+            for n, (_, (count, what)) in enumerate(some):
+                if counts[n] != count:
                     raise StagingLost(
-                        f"{staged.rows} rows were staged for {staged.label}, {counts[n]} are there",
+                        f"{count} rows were staged for {what}, {counts[n]} are there",
                         "Start again: the unit is staged anew. The target server has probably crashed in between.",
                     )
 

@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.effects import COUNT, ERASED, MISSING, OLD_KIND
 from airflow_cdc_provider.engine.errors import TargetConflict
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres.definition import domain_bases
+from airflow_cdc_provider.engine.sinks.postgres.gathered import rows_of
 from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 
 FIRST_READ = -1_000_000
@@ -214,8 +215,7 @@ class TableStatements:
 
         :raises TargetConflict: when the target takes two keys of the source for one.
         """
-        assert staged.relation is not None
-        stage = sql.Identifier("airflow_cdc", staged.relation)
+        stage = rows_of(staged)
         others = [i for i in range(len(self._names)) if i not in self._key]
         gone: sql.Composable = sql.SQL("s.erased" if ERASED in staged.columns else "false")
         complete = " AND s.missing IS NULL" if MISSING in staged.columns else ""

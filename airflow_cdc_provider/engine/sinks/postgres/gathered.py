@@ -1,0 +1,115 @@
+"""The few changes of each of many tables, staged in one relation: to make one for each would take longer than the rest.
+
+It has a row for each table, and in it for each of the table's staged columns the text of the array of its values. They
+become values when they are applied, of the target's types: an array is read by the input function of its elements, as
+COPY reads them, and the INSERT brings them to the columns' modifiers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import pyarrow as pa
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.arrays import array_text
+from airflow_cdc_provider.engine.connection import Connection, rows
+from airflow_cdc_provider.engine.effects import COUNT, ERASED, MISSING
+from airflow_cdc_provider.engine.sinks.base import Share, Staged, Target
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
+
+_FEW = 1000  # from as many on it pays to tell the new ones apart, see rows_to_stage()
+_SMALL_BYTES = 256 << 10
+_MOST_COLUMNS = 200
+
+# Not among them are domains, which may forbid the NULL of an erased row, rows, which unnest() takes apart, and types
+# whose arrays have another delimiter. A name is with the modifier -1: without one `character` has a length of one.
+_TYPES = """
+SELECT asked.label, a.attname::text, format_type(a.atttypid, -1)
+FROM jsonb_to_recordset(%s) AS asked (label text, relation text)
+JOIN pg_attribute a ON a.attrelid = to_regclass(asked.relation) AND a.attnum > 0
+JOIN pg_type t ON t.oid = a.atttypid
+WHERE t.typtype IN ('b', 'e', 'r', 'm') AND t.typarray <> 0 AND t.typdelim = ','
+"""
+
+
+def is_small(staged: pa.Table) -> bool:
+    """Whether the rows of a mirror with a key are so few that they are better staged with those of other tables."""
+    return (
+        0 < staged.num_rows < _FEW
+        and staged.nbytes < _SMALL_BYTES
+        and staged.num_columns <= _MOST_COLUMNS
+        and {COUNT, MISSING}.isdisjoint(staged.column_names)
+    )
+
+
+def element_types(connection: Connection, targets: Iterable[Target]) -> dict[str, dict[str, str]]:
+    """By label the types of the columns of target tables by their names, of those tables that can be gathered."""
+    asked = {
+        target.table.label: (target, sql.Identifier(target.schema, target.name).as_string(connection))
+        for target in targets
+    }
+    found: dict[str, dict[str, str]] = {label: {} for label in asked}
+    if asked:
+        given = [{"label": label, "relation": relation} for label, (_, relation) in asked.items()]
+        # A database without an encoding knows no escapes but those of ASCII.
+        for label, name, kind in rows(connection, _TYPES, [json.dumps(given, ensure_ascii=False)]):
+            found[label][name] = kind
+    return {
+        label: types
+        for label, types in found.items()
+        if types.keys() >= {column.name for column in asked[label][0].table.columns}
+    }
+
+
+def share(number: int, staged: pa.Table, target: Target, types: Mapping[str, str]) -> Share:
+    """Where a table's rows will stand.
+
+    :param types: of the target's columns by their names.
+    """
+    kinds = {f"c{i}": types[column.name] for i, column in enumerate(target.table.columns)} | {ERASED: "boolean"}
+    return Share(number, tuple(kinds[name] for name in staged.column_names))
+
+
+def gather(connection: Connection, relation: str, gathered: Sequence[tuple[Share, pa.Table]]) -> None:
+    """Make a relation in ``airflow_cdc`` with a row for each table's rows."""
+    table = sql.Identifier("airflow_cdc", relation)
+    names = list(dict.fromkeys(name for _, staged in gathered for name in staged.column_names))
+    columns = sql.SQL(", ").join(sql.SQL("{} text").format(sql.Identifier(name)) for name in names)
+    # It is read once: to compress it would take longer than to write it.
+    plain = sql.SQL(", ").join(
+        sql.SQL("ALTER COLUMN {} SET STORAGE EXTERNAL").format(sql.Identifier(name)) for name in names
+    )
+    rows(
+        connection,
+        sql.SQL(
+            "CREATE UNLOGGED TABLE {table} (number int PRIMARY KEY, {columns}) WITH (autovacuum_enabled = off);"
+            "ALTER TABLE {table} {plain}"
+        ).format(table=table, columns=columns, plain=plain),
+    )
+    texts = {
+        name: [array_text(staged[name]) if name in staged.column_names else None for _, staged in gathered]
+        for name in names
+    }
+    numbers = pa.array([shared.number for shared, _ in gathered], pa.int32())
+    batch = pa.RecordBatch.from_arrays(
+        [numbers, *(pa.array(each, pa.large_string()) for each in texts.values())], names=["number", *names]
+    )
+    copy_batches(connection, table, batch.schema.names, [batch])
+
+
+def rows_of(staged: Staged) -> sql.Composable:
+    """The staged rows of a table, be they in a relation of its own or in one that others share."""
+    assert staged.relation is not None
+    relation = sql.Identifier("airflow_cdc", staged.relation)
+    if staged.share is None:
+        return relation
+    names = sql.SQL(", ").join(map(sql.Identifier, staged.columns))
+    arrays = sql.SQL(", ").join(
+        sql.SQL("p.{}::{}[]").format(sql.Identifier(name), sql.SQL(kind))
+        for name, kind in zip(staged.columns, staged.share.types, strict=True)
+    )
+    return sql.SQL("(SELECT u.* FROM {} p, unnest({}) AS u ({}) WHERE p.number = {})").format(
+        relation, arrays, names, sql.Literal(staged.share.number)
+    )

@@ -1,0 +1,174 @@
+"""The few changes of each of many tables: staged in one relation they become the very rows that they become alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psycopg
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airflow_cdc_provider.demo.servers import PostgresServer
+from airflow_cdc_provider.engine.arrays import array_text
+from airflow_cdc_provider.engine.capture import resolve
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.config import TableRule
+from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.effects import Effect
+from airflow_cdc_provider.engine.errors import StagingLost, ValueRefused
+from airflow_cdc_provider.engine.sinks.base import Staged, Target
+from airflow_cdc_provider.engine.sinks.postgres import sink as postgres_sink
+from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from tests.conftest import Databases
+from tests.sink_contract import IDENTITY, Begun
+from tests.test_postgres_sink import PostgresStore
+
+TYPES = """
+CREATE TYPE public.mood AS ENUM ('so so', 'NULL', '"quoted", well');
+CREATE TYPE public.pair AS (a int, b text);
+CREATE DOMAIN public.positive AS int NOT NULL CHECK (VALUE > 0);
+"""
+WEIRD = ["", "NULL", "null", 'a "quoted" one', "back\\slash", "{curly, comma}", "line\nend\ttab", "ünïcode", " spaced "]
+GATHERED: Mapping[str, Sequence[str]] = {
+    "text": WEIRD,
+    'text COLLATE "C"': WEIRD,
+    "varchar(3)": ["abc", "a    ", ""],
+    "char(3)": ["a", "abc", "abc  "],
+    "char": ["x"],
+    '"char"': ["x", ""],
+    "name": WEIRD,
+    "bit(3)": ["101"],
+    "varbit": ["10", ""],
+    "numeric(5, 1)": ["1.25", "-0.05", "NaN"],
+    "numeric": ["1.000", "Infinity", "123456789012345678901234567890.5"],
+    "double precision": ["-0", "1e-300", "NaN"],
+    "bytea": ["\\x00ff22", "\\x"],
+    "boolean": ["t", "f"],
+    "date": ["2024-02-29", "infinity", "0044-03-15 BC"],
+    "timestamp(0)": ["2024-01-01 00:00:00.6"],
+    "timestamptz": ["2024-01-01 00:00:00.123456+00", "-infinity"],
+    "interval": ["1 year -2 days 03:04:05.6"],
+    "uuid": ["a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11"],
+    "json": ['{"a":  [1, "x\\"y"]}'],
+    "jsonb": ['{"a": [1, "x\\"y"]}'],
+    "int4range": ["[1,5)", "empty"],
+    "datemultirange": ["{[2024-01-01,2024-02-01)}"],
+    "point": ["(1,2)"],
+    "inet": ["::1/128"],
+    "tsvector": ["'a':1 'b c':2"],
+    "public.mood": ["so so", "NULL", '"quoted", well'],
+}
+ALONE: Mapping[str, Sequence[str]] = {
+    "int[]": ["{1,NULL,3}", "{{1,2},{3,4}}", "{}"],
+    "text[]": ['{"a \\"b\\"",NULL}'],
+    "box": ["(2,2),(1,1)"],
+    "public.pair": ['(1,"x, y")'],
+    "public.positive": ["1"],
+}
+KINDS = [*GATHERED, *ALONE]
+
+
+@pytest.fixture
+def begun(databases: Databases) -> Begun:
+    """A pipeline with a table for each kind of values, empty."""
+    for dsn in (databases.source, databases.target):
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(TYPES)
+    with psycopg.connect(databases.source, autocommit=True) as connection:
+        for n, kind in enumerate(KINDS):
+            key = ("int", "numeric")[n % 2]  # equal ones of which are of one text, or of several
+            connection.execute(f"CREATE TABLE public.k{n} (id {key} PRIMARY KEY, v {kind})".encode())
+    with connected(databases.source) as source:
+        tables = resolve(source, tuple(TableRule(f"public.k{n}") for n in range(len(KINDS))))
+    targets = [Target(table, "copy", table.name) for table in tables]
+    sink = PostgresSink(databases.target, "p", "mirror")
+    sink.prepare(targets, [Chunk(target.table.label, 0, None, None) for target in targets], IDENTITY, 100)
+    return Begun(PostgresStore(databases.target), sink, sink.take_epoch("test"))
+
+
+def effect(n: int, *rows: tuple[str, str | None, bool]) -> Effect:
+    """The rows of a table: key, value, and whether the row is gone."""
+    ids, values, erased = zip(*rows, strict=True)
+    columns = {"c0": pa.array(ids, pa.large_string()), "c1": pa.array(values, pa.large_string())}
+    return Effect(f"public.k{n}", False, pa.table({"erased": pa.array(erased, pa.bool_())} | columns))
+
+
+def changes(n: int, kind: str) -> Effect:
+    """All values of a kind, and a row that was there and goes."""
+    values = [*(GATHERED | ALONE)[kind], None] if kind != "public.positive" else ALONE[kind]
+    return effect(n, *((str(i), value, False) for i, value in enumerate(values, 1)), ("0", None, True))
+
+
+def contents(begun: Begun) -> dict[str, list[str]]:
+    return {
+        kind: [row["r"] for row in begun.store.query(f"SELECT t::text AS r FROM copy.k{n} t ORDER BY id")]  # type: ignore[attr-defined]
+        for n, kind in enumerate(KINDS)
+    }
+
+
+def stage_and_commit(begun: Begun) -> tuple[Staged, ...]:
+    """Two units: one puts a row that the other takes away again, with all values put beside it."""
+    first = [effect(n, ("0", (GATHERED | ALONE)[kind][0], False)) for n, kind in enumerate(KINDS)]
+    begun.unit(100, 150, *first)
+    piece = begun.piece(*(changes(n, kind) for n, kind in enumerate(KINDS)))
+    begun.sink.commit(begun.epoch, 150, 200, [piece])
+    return piece.tables
+
+
+def test_what_is_gathered_is_as_what_is_staged_alone(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = stage_and_commit(begun)
+    assert {kind for kind, staged in zip(KINDS, gathered, strict=True) if staged.share} == GATHERED.keys()
+    assert len({staged.relation for staged in gathered}) == 1 + len(ALONE)
+    found = contents(begun)
+    assert begun.store.staged() == 0
+    for n in range(len(KINDS)):
+        begun.store.query(f"DELETE FROM copy.k{n}")  # type: ignore[attr-defined]
+    begun.store.query("UPDATE airflow_cdc.pipelines SET applied_lsn = '0/64'")  # type: ignore[attr-defined]
+    monkeypatch.setattr(postgres_sink, "is_small", lambda rows: False)
+    assert not any(staged.share for staged in stage_and_commit(begun))
+    assert found == contents(begun)
+    counts = {kind: len((GATHERED | ALONE)[kind]) + (kind != "public.positive") for kind in KINDS}
+    assert {kind: len(rows) for kind, rows in found.items()} == counts
+
+
+def test_a_change_of_one_table_is_staged_alone(begun: Begun) -> None:
+    (staged,) = begun.piece(effect(0, ("1", "a", False))).tables
+    assert staged.share is None
+
+
+def test_what_is_much_is_staged_alone(begun: Begun) -> None:
+    many = [(str(n), "a", False) for n in range(1000)]
+    staged = begun.piece(
+        effect(0, *many), effect(1, ("1", "a" * 300_000, False)), *(effect(n, ("1", "a", False)) for n in (2, 3))
+    ).tables
+    assert [each.share is not None for each in staged] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("kind", "value"), [("varchar(3)", "abcd"), ("bit(3)", "1"), ("public.mood", "none")])
+def test_a_value_that_the_target_refuses_is_an_error(begun: Begun, kind: str, value: str) -> None:
+    n = KINDS.index(kind)
+    with pytest.raises(ValueRefused, match=rf"copy\.k{n} cannot hold a value of public\.k{n}"):
+        begun.unit(100, 200, effect(0, ("1", "a", False)), effect(n, ("1", value, False)))
+    assert begun.record.applied == 100
+    assert contents(begun)["text"] == []
+
+
+def test_what_a_crash_has_emptied_is_noticed(begun: Begun) -> None:
+    piece = begun.piece(*(effect(n, ("1", "a", False)) for n in range(3)))
+    begun.store.damage(piece.tables[0])
+    with pytest.raises(StagingLost, match="3 rows were staged for 3 tables, 0 are there"):
+        begun.sink.commit(begun.epoch, 100, 200, [piece])
+
+
+@given(
+    values=st.lists(
+        st.none() | st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"])), max_size=5
+    )
+)
+def test_the_server_reads_an_array_as_it_was(target_server: PostgresServer, values: list[str | None]) -> None:
+    column = pa.chunked_array([pa.array(values, pa.large_string())])
+    with psycopg.connect(target_server.dsn("postgres")) as connection:
+        row = connection.execute("SELECT %s::text[]", [array_text(column)]).fetchone()
+    assert row == (values,)
