@@ -451,11 +451,16 @@ class PostgresRecord:
             raise Fenced.by(f"pipeline {self.pipeline} in {describe(self.dsn)} is at", current, epoch)
         return str(applied)
 
-    def _targets(self, connection: Connection) -> dict[str, Target]:
+    def _targets(self, connection: Connection, labels: Collection[str] | None = None) -> dict[str, Target]:
+        """The targets as recorded, by label.
+
+        :param labels: of those that are wanted; ``None`` for all.
+        """
         found = rows(
             connection,
-            "SELECT definition, target_schema, target_table FROM airflow_cdc.tables WHERE pipeline = %s",
-            [self.pipeline],
+            "SELECT definition, target_schema, target_table FROM airflow_cdc.tables"
+            " WHERE pipeline = %(pipeline)s AND (%(labels)s::text[] IS NULL OR source_table = ANY (%(labels)s))",
+            {"pipeline": self.pipeline, "labels": None if labels is None else list(labels)},
         )
         targets = (Target(Table.from_dict(definition), schema, name) for definition, schema, name in found)
         return {target.table.label: target for target in targets}

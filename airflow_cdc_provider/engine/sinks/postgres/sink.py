@@ -312,7 +312,7 @@ class PostgresSink(PostgresRecord):
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR KEY SHARE")
             rows(connection, "SET LOCAL synchronous_commit = off")
-            targets = self._targets(connection)
+            targets = self._targets(connection, {effect.label for effect in effects})
             all_rows = [rows_to_stage(effect) for effect in effects]
             shares = self._gather(connection, f"{self._staging_prefix}{attempt}", targets, effects, all_rows)
             for number, (effect, staged_rows) in enumerate(zip(effects, all_rows, strict=True)):
@@ -427,7 +427,7 @@ class PostgresSink(PostgresRecord):
 
     def _apply(self, connection: Connection, pieces: Iterator[StagedPiece]) -> list[Staged]:
         """Apply pieces; return what had been staged for them."""
-        targets = self._targets(connection)
+        targets: dict[str, Target] = {}
         missing: dict[str, set[tuple[str, ...]]] = {}
         statements_of: dict[str, TableStatements] = {}
         all_staged: list[Staged] = []
@@ -436,6 +436,7 @@ class PostgresSink(PostgresRecord):
             self._check_staged(connection, piece.tables)
             all_staged += piece.tables
             touched = {staged.label for staged in piece.tables} - set(statements_of)
+            targets |= self._targets(connection, touched) if touched else {}
             keys = TargetKey.of_all(connection, [targets[label] for label in touched if self.mode == "mirror"])
             statements_of |= {label: TableStatements(connection, targets[label], keys.get(label)) for label in touched}
             for staged in piece.tables:
