@@ -25,7 +25,7 @@ RUNS = {
     "snapshots": "snapshot snapshot-files pg_dump spark-jdbc spark-jdbc-parquet --readers 1 2 4 --rows 10000000"
     " --repeat 2",
     "snapshot-sinks": "snapshot-changelog snapshot-delta snapshot-delta-changelog snapshot-mysql snapshot-kafka"
-    " debezium-snapshot --readers 1 2 4 --rows 10000000 --repeat 2",
+    " debezium-snapshot --readers 1 2 4 --rows 10000000 --repeat 1",
     "large-table": "snapshot snapshot-files pg_dump --shape 1-kb --rows 18000000 --repeat 1",
     "topics": "kafka --rows 500000",
     "planning": "planning --rows 100000000",
