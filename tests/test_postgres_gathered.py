@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import StagingLost, ValueRefused
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres import sink as postgres_sink
+from airflow_cdc_provider.engine.sinks.postgres.gathered import element_types
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from tests.conftest import Databases
 from tests.sink_contract import IDENTITY, Begun
@@ -149,10 +150,61 @@ def test_what_is_much_is_staged_alone(begun: Begun) -> None:
 @pytest.mark.parametrize(("kind", "value"), [("varchar(3)", "abcd"), ("bit(3)", "1"), ("public.mood", "none")])
 def test_a_value_that_the_target_refuses_is_an_error(begun: Begun, kind: str, value: str) -> None:
     n = KINDS.index(kind)
-    with pytest.raises(ValueRefused, match=rf"copy\.k{n} cannot hold a value of public\.k{n}"):
+    with pytest.raises(
+        ValueRefused, match=rf"column 'v' of the target table copy\.k{n} cannot hold a value of public\.k{n}"
+    ):
         begun.unit(100, 200, effect(0, ("1", "a", False)), effect(n, ("1", value, False)))
     assert begun.record.applied == 100
     assert contents(begun)["text"] == []
+
+
+def test_what_the_server_cannot_read_is_told_of_its_table(begun: Begun) -> None:
+    """Bytes that are no UTF-8, as a "char" of an old server may be."""
+    n = KINDS.index('"char"')
+    values = pa.array([b"\xe4"], pa.large_binary()).view(pa.large_string())
+    broken = pa.table({"erased": pa.array([False]), "c0": pa.array(["1"], pa.large_string()), "c1": values})
+    with pytest.raises(ValueRefused, match=rf"the target table copy\.k{n} cannot hold"):
+        begun.piece(effect(0, ("1", "a", False)), effect(1, ("1", "a", False)), Effect(f"public.k{n}", False, broken))
+    assert begun.store.staged() == 0
+
+
+@pytest.mark.parametrize(("kind", "key"), [("numeric(20, 4)", "1.0000"), ("char(5)", "1    "), ("varchar(5)", "1")])
+def test_a_row_is_found_by_a_key_that_the_target_writes_otherwise(begun: Begun, kind: str, key: str) -> None:
+    begun.store.query(f"ALTER TABLE copy.k0 ALTER COLUMN id TYPE {kind} USING id::text::{kind}")
+    put = [effect(n, ("1", "a", False), ("2", "b", False)) for n in range(3)]
+    begun.unit(100, 150, *put)
+    piece = begun.piece(*(effect(n, ("1", None, True), ("2", "c", False)) for n in range(3)))
+    begun.sink.commit(begun.epoch, 150, 200, [piece])
+    assert begun.store.query("SELECT id::text AS id, v FROM copy.k1") == [{"id": "2", "v": "c"}]
+    assert begun.store.query("SELECT format('%s', id) AS id, v FROM copy.k0") == [
+        {"id": key.replace("1", "2"), "v": "c"}
+    ]
+    assert [staged.share is not None for staged in piece.tables] == [kind == "varchar(5)", True, True]
+
+
+def test_a_table_is_emptied_before_its_few_rows(begun: Begun) -> None:
+    begun.unit(100, 150, *(effect(n, ("1", "a", False)) for n in range(3)))
+    truncated = Effect("public.k0", True, effect(0, ("2", "b", False)).rows)
+    pieces = [
+        begun.piece(truncated, effect(1, ("1", "c", False)), index=0),
+        begun.piece(effect(0, ("3", "d", False)), effect(2, ("1", None, True)), index=1),
+    ]
+    assert all(staged.share for piece in pieces for staged in piece.tables)
+    begun.sink.commit(begun.epoch, 150, 200, pieces)
+    found = contents(begun)
+    assert [found[kind] for kind in KINDS[:3]] == [["(2,b)", "(3,d)"], ["(1,c)"], []]
+
+
+def test_types_that_the_role_may_not_name_are_staged_alone(begun: Begun, databases: Databases) -> None:
+    begun.store.query("CREATE SCHEMA hidden; CREATE TYPE hidden.mood AS ENUM ('a')")
+    begun.store.query("ALTER SCHEMA hidden OWNER TO CURRENT_USER")
+    begun.store.query("ALTER TABLE copy.k0 ALTER COLUMN v TYPE hidden.mood USING v::hidden.mood")
+    targets = [target for target in begun.record.targets if target.table.label in ("public.k0", "public.k1")]
+    found = []
+    for dsn in (databases.target, databases.pipeline_target):
+        with connected(dsn) as connection:
+            found.append(element_types(connection, targets).keys())
+    assert found == [{"public.k0", "public.k1"}, {"public.k1"}]
 
 
 def test_what_a_crash_has_emptied_is_noticed(begun: Begun) -> None:
@@ -170,5 +222,5 @@ def test_what_a_crash_has_emptied_is_noticed(begun: Begun) -> None:
 def test_the_server_reads_an_array_as_it_was(target_server: PostgresServer, values: list[str | None]) -> None:
     column = pa.chunked_array([pa.array(values, pa.large_string())])
     with psycopg.connect(target_server.dsn("postgres")) as connection:
-        row = connection.execute("SELECT %s::text[]", [array_text(column)]).fetchone()
+        row = connection.execute("SELECT %s::text[]", [array_text(column).decode()]).fetchone()
     assert row == (values,)

@@ -36,6 +36,7 @@ from airflow_cdc_provider.engine.visibility import Snapshot
 
 COUNT = "count"
 ERASED = "erased"
+FRESH = "fresh"
 MISSING = "missing"
 OP = "op"
 UNCHANGED = "unchanged"

@@ -2,35 +2,40 @@
 
 It has a row for each table, and in it for each of the table's staged columns the text of the array of its values. They
 become values when they are applied, of the target's types: an array is read by the input function of its elements, as
-COPY reads them, and the INSERT brings them to the columns' modifiers.
+COPY reads them, and the INSERT brings them to the columns' modifiers, such as a numeric's scale.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.arrays import array_text
 from airflow_cdc_provider.engine.connection import Connection, rows
-from airflow_cdc_provider.engine.effects import COUNT, ERASED, MISSING
+from airflow_cdc_provider.engine.effects import COUNT, ERASED, FRESH, MISSING
 from airflow_cdc_provider.engine.sinks.base import Share, Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
 
 _FEW = 1000  # from as many on it pays to tell the new ones apart, see rows_to_stage()
 _SMALL_BYTES = 256 << 10
-_MOST_COLUMNS = 200
+_MOST_COLUMNS = 200  # what stands outside of a row leaves 18 bytes in it, and a row has to fit on a page
 
-# Not among them are domains, which may forbid the NULL of an erased row, rows, which unnest() takes apart, and types
-# whose arrays have another delimiter. A name is with the modifier -1: without one `character` has a length of one.
+# Not among them are domains, which may forbid the NULL of an erased row, rows, which unnest() takes apart, types whose
+# arrays have another delimiter, and those that the role may not name. A modifier has to be brought in by an assignment:
+# sure of the server's own types, and too late for keys, which are compared before, but those of varchar, which are
+# compared as they are. A name is with the modifier -1: without one `character` has a length of one.
 _TYPES = """
 SELECT asked.label, a.attname::text, format_type(a.atttypid, -1)
-FROM jsonb_to_recordset(%s) AS asked (label text, relation text)
+FROM jsonb_to_recordset(%s) AS asked (label text, relation text, key jsonb)
 JOIN pg_attribute a ON a.attrelid = to_regclass(asked.relation) AND a.attnum > 0
 JOIN pg_type t ON t.oid = a.atttypid
 WHERE t.typtype IN ('b', 'e', 'r', 'm') AND t.typarray <> 0 AND t.typdelim = ','
+  AND has_schema_privilege(t.typnamespace, 'USAGE')
+  AND (a.atttypmod = -1 OR t.typnamespace = 'pg_catalog'::regnamespace)
+  AND (a.atttypmod = -1 OR t.typname = 'varchar' OR NOT asked.key ? a.attname::text)
 """
 
 
@@ -40,30 +45,25 @@ def is_small(staged: pa.Table) -> bool:
         0 < staged.num_rows < _FEW
         and staged.nbytes < _SMALL_BYTES
         and staged.num_columns <= _MOST_COLUMNS
-        and {COUNT, MISSING}.isdisjoint(staged.column_names)
+        and {COUNT, FRESH, MISSING}.isdisjoint(staged.column_names)
     )
 
 
 def element_types(connection: Connection, targets: Iterable[Target]) -> dict[str, dict[str, str]]:
     """By label the types of the columns of target tables by their names, of those tables that can be gathered."""
-    asked = {
-        target.table.label: (target, sql.Identifier(target.schema, target.name).as_string(connection))
-        for target in targets
-    }
-    found: dict[str, dict[str, str]] = {label: {} for label in asked}
-    if asked:
-        given = [{"label": label, "relation": relation} for label, (_, relation) in asked.items()]
-        # A database without an encoding knows no escapes but those of ASCII.
-        for label, name, kind in rows(connection, _TYPES, [json.dumps(given, ensure_ascii=False)]):
-            found[label][name] = kind
-    return {
-        label: types
-        for label, types in found.items()
-        if types.keys() >= {column.name for column in asked[label][0].table.columns}
-    }
+    asked, names = [], {}
+    for target in targets:
+        relation = sql.Identifier(target.schema, target.name).as_string(connection)
+        asked.append({"label": target.table.label, "relation": relation, "key": list(target.table.key)})
+        names[target.table.label] = {column.name for column in target.table.columns}
+    found: dict[str, dict[str, str]] = {label: {} for label in names}
+    # A database without an encoding knows no escapes but those of ASCII.
+    for label, name, kind in rows(connection, _TYPES, [json.dumps(asked, ensure_ascii=False)]):
+        found[label][name] = kind
+    return {label: types for label, types in found.items() if types.keys() >= names[label]}
 
 
-def share(number: int, staged: pa.Table, target: Target, types: Mapping[str, str]) -> Share:
+def place(number: int, staged: pa.Table, target: Target, types: Mapping[str, str]) -> Share:
     """Where a table's rows will stand.
 
     :param types: of the target's columns by their names.
@@ -77,7 +77,7 @@ def gather(connection: Connection, relation: str, gathered: Sequence[tuple[Share
     table = sql.Identifier("airflow_cdc", relation)
     names = list(dict.fromkeys(name for _, staged in gathered for name in staged.column_names))
     columns = sql.SQL(", ").join(sql.SQL("{} text").format(sql.Identifier(name)) for name in names)
-    # It is read once: to compress it would take longer than to write it.
+    # It lives for one unit: to compress it would take longer than to write it.
     plain = sql.SQL(", ").join(
         sql.SQL("ALTER COLUMN {} SET STORAGE EXTERNAL").format(sql.Identifier(name)) for name in names
     )
@@ -94,22 +94,24 @@ def gather(connection: Connection, relation: str, gathered: Sequence[tuple[Share
     }
     numbers = pa.array([shared.number for shared, _ in gathered], pa.int32())
     batch = pa.RecordBatch.from_arrays(
-        [numbers, *(pa.array(each, pa.large_string()) for each in texts.values())], names=["number", *names]
+        [numbers, *(pa.array(each, pa.large_binary()).view(pa.large_string()) for each in texts.values())],
+        names=["number", *names],
     )
     copy_batches(connection, table, batch.schema.names, [batch])
 
 
-def rows_of(staged: Staged) -> sql.Composable:
-    """The staged rows of a table, be they in a relation of its own or in one that others share."""
+def rows_of(staged: Staged, columns: Collection[str] | None = None) -> sql.Composable:
+    """The staged rows of a table, be they in a relation of its own or in one that others share.
+
+    :param columns: those that are looked at, of rows that are shared; ``None`` for all.
+    """
     assert staged.relation is not None
     relation = sql.Identifier("airflow_cdc", staged.relation)
     if staged.share is None:
         return relation
-    names = sql.SQL(", ").join(map(sql.Identifier, staged.columns))
-    arrays = sql.SQL(", ").join(
-        sql.SQL("p.{}::{}[]").format(sql.Identifier(name), sql.SQL(kind))
-        for name, kind in zip(staged.columns, staged.share.types, strict=True)
-    )
+    typed = dict(zip(staged.columns, staged.share.types, strict=True))
+    names = [sql.Identifier(name) for name in typed if columns is None or name in columns]
+    arrays = [sql.SQL("p.{}::{}[]").format(name, sql.SQL(typed[name.string])) for name in names]
     return sql.SQL("(SELECT u.* FROM {} p, unnest({}) AS u ({}) WHERE p.number = {})").format(
-        relation, arrays, names, sql.Literal(staged.share.number)
+        relation, sql.SQL(", ").join(arrays), sql.SQL(", ").join(names), sql.Literal(staged.share.number)
     )

@@ -7,7 +7,7 @@ would be refused again at every try, so that it must not look like a failure tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import psycopg2
@@ -28,17 +28,20 @@ _INDEX = "Give the table a unique index, neither partial nor deferrable, on the 
 
 
 @contextmanager
-def refusals(target: Target, columns: Mapping[str, str] | None = None) -> Iterator[None]:
+def refusals(
+    target: Target, columns: Mapping[str, str] | None = None, find: Callable[[], str | None] = lambda: None
+) -> Iterator[None]:
     """Say of a value that the target refuses where it should have gone and what helps.
 
     :param columns: names of the target's columns by those of the staging table.
+    :param find: looks for the target's column, if the error does not name it; it may end the transaction.
     :raises ValueRefused: in place of the server's error.
     """
     try:
         yield
     except (psycopg2.DataError, psycopg2.errors.CheckViolation, psycopg2.errors.NotNullViolation) as e:
         named = re.search(r", column (.+?)(: |$)", e.diag.context or "")
-        column = named[1] if named else e.diag.column_name
+        column = named[1] if named else e.diag.column_name or find()
         where = f"column {(columns or {}).get(column, column)!r} of " if column else ""
         raise ValueRefused(
             f"{where}the target table {target.schema}.{target.name} cannot hold a value of {target.table.label}:"

@@ -2,7 +2,7 @@
 
 The commit record and the staging tables stand in the schema ``airflow_cdc`` of the
 target database. Executors write the effects of a piece by COPY into unlogged
-staging tables of their own; the driver checks the epoch, applies all pieces of a
+staging tables, large ones each into one of its own; the driver checks the epoch, applies all pieces of a
 unit, while others are being staged, and records the unit, in one transaction. Chunks are committed by the
 task that read them: rows, watermark and epoch check are one transaction too.
 """
@@ -14,9 +14,11 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import psycopg2
 import pyarrow as pa
 from psycopg.postgres import types
 from psycopg2 import sql
@@ -42,7 +44,7 @@ from airflow_cdc_provider.engine.sinks.base import (
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
 from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
-from airflow_cdc_provider.engine.sinks.postgres.gathered import element_types, gather, is_small, share
+from airflow_cdc_provider.engine.sinks.postgres.gathered import element_types, gather, is_small, place
 from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
@@ -314,11 +316,12 @@ class PostgresSink(PostgresRecord):
             rows(connection, "SET LOCAL synchronous_commit = off")
             targets = self._targets(connection, {effect.label for effect in effects})
             all_rows = [rows_to_stage(effect) for effect in effects]
-            shares = self._gather(connection, f"{self._staging_prefix}{attempt}", targets, effects, all_rows)
+            shared = f"{self._staging_prefix}{attempt}_few"
+            shares = self._gather(connection, shared, targets, effects, all_rows)
             for number, (effect, staged_rows) in enumerate(zip(effects, all_rows, strict=True)):
                 relation = None
                 if number in shares:
-                    relation = f"{self._staging_prefix}{attempt}"
+                    relation = shared
                 elif staged_rows.num_rows:
                     relation = f"{self._staging_prefix}{attempt}_{number}"
                     target = targets[effect.label]
@@ -362,12 +365,18 @@ class PostgresSink(PostgresRecord):
         small = [n for n, each in enumerate(staged_rows) if self.mode == "mirror" and is_small(each)]
         types = element_types(connection, [targets[effects[n].label] for n in small]) if len(small) > 1 else {}
         shares = {
-            n: share(n, staged_rows[n], targets[label], types[label])
+            n: place(n, staged_rows[n], targets[label], types[label])
             for n in small
             if (label := effects[n].label) in types
         }
-        if shares:
+        if len(shares) < 2:
+            return {}
+        rows(connection, "SAVEPOINT few")
+        try:
             gather(connection, relation, [(each, staged_rows[n]) for n, each in shares.items()])
+        except psycopg2.DataError:  # such as characters that the target's encoding lacks: alone it says of which column
+            rows(connection, "ROLLBACK TO SAVEPOINT few")
+            return {}
         return shares
 
     def commit(
@@ -456,7 +465,7 @@ class PostgresSink(PostgresRecord):
                     continue
                 if MISSING in staged.columns:
                     missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))
-                with refusals(target):
+                with refusals(target, find=partial(statements.refused_column, staged)):
                     statements.apply_mirror(staged)
             failpoint("after-piece-applied")
         if any(missing.values()):

@@ -1,12 +1,14 @@
 """Staging tables of the Postgres sink, and the statements that bring them into a target table.
 
 Staging columns are ``c0`` … in the order of the captured columns, with the types of
-the target, so that values are parsed where they are staged and in parallel.
+the target, so that values are parsed where they are staged and in parallel; but see
+:mod:`.gathered` for few rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +18,7 @@ import pyarrow.compute as pc
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.connection import Connection, condition, rows
-from airflow_cdc_provider.engine.effects import COUNT, ERASED, MISSING, OLD_KIND, OP, UNCHANGED, Effect
+from airflow_cdc_provider.engine.effects import COUNT, ERASED, FRESH, MISSING, OLD_KIND, OP, UNCHANGED, Effect
 from airflow_cdc_provider.engine.errors import TargetConflict
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres.definition import domain_bases
@@ -26,7 +28,6 @@ from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
 rows read again at the same LSN."""
-FRESH = "fresh"
 _MANY = 1000  # of fewer rows one statement more costs more than it saves
 
 
@@ -292,6 +293,31 @@ class TableStatements:
                 f" {found[0][1]} for one, which are two rows of {self._target.table.label}",
                 "Give the target's key the types and collations by which the source's unique index compares.",
             )
+
+    def refused_column(self, staged: Staged) -> str | None:
+        """The target's column that refuses a value of a mirror's rows, if they stand in a relation that others share.
+
+        The transaction, in which that has been an error, ends.
+        """
+        if staged.share is None:
+            return None  # COPY has taken all of them
+        with suppress(psycopg2.OperationalError):
+            self._connection.rollback()
+            try:
+                alone = f"{staged.relation}_{staged.share.number}"
+                self.create_mirror_staging(alone, staged.columns)
+                for i, column in enumerate(self._target.table.columns):
+                    try:
+                        self._run(
+                            f"INSERT INTO {{alone}} (c{i}) SELECT s.c{i} FROM {{stage}} s",
+                            alone=sql.Identifier("airflow_cdc", alone),
+                            stage=rows_of(staged, [f"c{i}"]),
+                        )
+                    except psycopg2.DataError:
+                        return column.name
+            finally:
+                self._connection.rollback()
+        return None
 
     def apply_counted(self, staged: Staged) -> None:
         """Delete and insert as many copies of rows as are staged.
