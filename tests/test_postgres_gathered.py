@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.effects import Effect
 from airflow_cdc_provider.engine.errors import StagingLost, ValueRefused
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
-from airflow_cdc_provider.engine.sinks.postgres import sink as postgres_sink
+from airflow_cdc_provider.engine.sinks.postgres import gathered as postgres_gathered
 from airflow_cdc_provider.engine.sinks.postgres.gathered import element_types
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from tests.conftest import Databases
@@ -127,7 +127,7 @@ def test_what_is_gathered_is_as_what_is_staged_alone(begun: Begun, monkeypatch: 
     for n in range(len(KINDS)):
         begun.store.query(f"DELETE FROM copy.k{n}")  # type: ignore[attr-defined]
     begun.store.query("UPDATE airflow_cdc.pipelines SET applied_lsn = '0/64'")  # type: ignore[attr-defined]
-    monkeypatch.setattr(postgres_sink, "is_small", lambda rows: False)
+    monkeypatch.setattr(postgres_gathered, "is_small", lambda rows: False)
     assert not any(staged.share for staged in stage_and_commit(begun))
     assert found == contents(begun)
     counts = {kind: len((GATHERED | ALONE)[kind]) + (kind != "public.positive") for kind in KINDS}

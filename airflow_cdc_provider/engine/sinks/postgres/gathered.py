@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import psycopg2
 import pyarrow as pa
 from psycopg2 import sql
 
@@ -63,7 +64,7 @@ def element_types(connection: Connection, targets: Iterable[Target]) -> dict[str
     return {label: types for label, types in found.items() if types.keys() >= names[label]}
 
 
-def place(number: int, staged: pa.Table, target: Target, types: Mapping[str, str]) -> Share:
+def _place(number: int, staged: pa.Table, target: Target, types: Mapping[str, str]) -> Share:
     """Where a table's rows will stand.
 
     :param types: of the target's columns by their names.
@@ -72,8 +73,37 @@ def place(number: int, staged: pa.Table, target: Target, types: Mapping[str, str
     return Share(number, tuple(kinds[name] for name in staged.column_names))
 
 
-def gather(connection: Connection, relation: str, gathered: Sequence[tuple[Share, pa.Table]]) -> None:
-    """Make a relation in ``airflow_cdc`` with a row for each table's rows."""
+def gather(
+    connection: Connection,
+    relation: str,
+    targets: Mapping[str, Target],
+    labels: Sequence[str],
+    staged_rows: Sequence[pa.Table],
+) -> dict[int, Share]:
+    """Stage what is small in one relation, if there are several that can be.
+
+    :param relation: its name in ``airflow_cdc``.
+    :param labels, staged_rows: of each table of a mirror the label, and the rows to stage.
+    :returns: by its place among them, where each stands that is in the relation.
+    """
+    small = [n for n, each in enumerate(staged_rows) if is_small(each)]
+    types = element_types(connection, [targets[labels[n]] for n in small]) if len(small) > 1 else {}
+    shares = {
+        n: _place(n, staged_rows[n], targets[label], types[label]) for n in small if (label := labels[n]) in types
+    }
+    if len(shares) < 2:
+        return {}
+    rows(connection, "SAVEPOINT few")
+    try:
+        _write(connection, relation, [(each, staged_rows[n]) for n, each in shares.items()])
+    except psycopg2.DataError:  # such as characters that the target's encoding lacks: alone it says of which column
+        rows(connection, "ROLLBACK TO SAVEPOINT few")
+        return {}
+    return shares
+
+
+def _write(connection: Connection, relation: str, gathered: Sequence[tuple[Share, pa.Table]]) -> None:
+    """Make the relation with a row for each table's rows."""
     table = sql.Identifier("airflow_cdc", relation)
     names = list(dict.fromkeys(name for _, staged in gathered for name in staged.column_names))
     columns = sql.SQL(", ").join(sql.SQL("{} text").format(sql.Identifier(name)) for name in names)

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import psycopg2
 import pyarrow as pa
 from psycopg.postgres import types
 from psycopg2 import sql
@@ -44,7 +43,7 @@ from airflow_cdc_provider.engine.sinks.base import (
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
 from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
 from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
-from airflow_cdc_provider.engine.sinks.postgres.gathered import element_types, gather, is_small, place
+from airflow_cdc_provider.engine.sinks.postgres.gathered import gather
 from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
@@ -317,7 +316,9 @@ class PostgresSink(PostgresRecord):
             targets = self._targets(connection, {effect.label for effect in effects})
             all_rows = [rows_to_stage(effect) for effect in effects]
             shared = f"{self._staging_prefix}{attempt}_few"
-            shares = self._gather(connection, shared, targets, effects, all_rows)
+            shares: dict[int, Share] = {}
+            if self.mode == "mirror":
+                shares = gather(connection, shared, targets, [effect.label for effect in effects], all_rows)
             for number, (effect, staged_rows) in enumerate(zip(effects, all_rows, strict=True)):
                 relation = None
                 if number in shares:
@@ -352,32 +353,6 @@ class PostgresSink(PostgresRecord):
             failpoint("before-batch-staged")
         failpoint("after-batch-staged")
         return tuple(staged)
-
-    def _gather(
-        self,
-        connection: Connection,
-        relation: str,
-        targets: Mapping[str, Target],
-        effects: Sequence[Effect],
-        staged_rows: Sequence[pa.Table],
-    ) -> dict[int, Share]:
-        """Stage the small effects on mirrors in one relation, if there are several; by number where each stands."""
-        small = [n for n, each in enumerate(staged_rows) if self.mode == "mirror" and is_small(each)]
-        types = element_types(connection, [targets[effects[n].label] for n in small]) if len(small) > 1 else {}
-        shares = {
-            n: place(n, staged_rows[n], targets[label], types[label])
-            for n in small
-            if (label := effects[n].label) in types
-        }
-        if len(shares) < 2:
-            return {}
-        rows(connection, "SAVEPOINT few")
-        try:
-            gather(connection, relation, [(each, staged_rows[n]) for n, each in shares.items()])
-        except psycopg2.DataError:  # such as characters that the target's encoding lacks: alone it says of which column
-            rows(connection, "ROLLBACK TO SAVEPOINT few")
-            return {}
-        return shares
 
     def commit(
         self,
