@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, Param, TaskGroup, TriggerRule
 
 from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.ending import CAUGHT_UP, FOREVER, Ending
 from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator, CdcProvisionOperator
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 
+if TYPE_CHECKING:
+    from airflow.sdk.definitions.mappedoperator import MappedOperator
+
+UNTIL = "{{ params.get('until_lsn') or params.until }}"
+"""Where the stream ends, as the fields of :func:`stream_params` say it."""
+
 _LSN = "[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}"
+# Airflow's form makes a list of `enum`. In draft 7 a `$ref` is all that validates, whatever stands beside it: the
+# command line and the API may also give an LSN, and other spellings, such as the `stopped` of earlier runs.
+_SAID_BY_OTHERS: dict[str, Any] = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "$ref": "#/definitions/until",
+    "definitions": {"until": {"type": "string", "pattern": f"^(caught[ _-]up|forever|stopped|(lsn:)?{_LSN})$"}},
+}
 
 _STEPS = """
 * **preflight** checks servers, privileges and tables, and changes nothing.
@@ -25,6 +41,48 @@ _STEPS = """
 
 What was copied is not copied again: a later run catches up.
 """
+
+
+@dataclass(frozen=True)
+class PipelineSteps:
+    """The tasks of a pipeline, one after the other."""
+
+    preflight: CdcPreflightOperator
+    provision: CdcProvisionOperator
+    plan: CdcPlanOperator
+    snapshot: MappedOperator
+    stream: CdcStreamOperator
+
+
+def pipeline_steps(
+    pipeline: str,
+    *,
+    until: str = UNTIL,
+    groups: int | str = "{{ params.groups }}",
+    spark_conn_id: str = "spark_default",
+    conf: Mapping[str, str] | None = None,
+    pool: str | None = None,
+) -> PipelineSteps:
+    """Make the tasks of a pipeline in the Dag, or the task group, that is being defined.
+
+    The defaults take the fields of :func:`stream_params`. For the parameters see :class:`CdcTaskGroup`.
+    """
+    spark = {"pipeline": pipeline, "spark_conn_id": spark_conn_id, "conf": conf}
+    preflight = CdcPreflightOperator(task_id="preflight", pipeline=pipeline)
+    provision = CdcProvisionOperator(task_id="provision", pipeline=pipeline)
+    plan = CdcPlanOperator(task_id="plan", pipeline=pipeline, groups=groups)
+    snapshot = CdcSnapshotOperator.partial(
+        task_id="snapshot",
+        epoch=f"{{{{ ti.xcom_pull(task_ids='{provision.task_id}')['epoch'] }}}}",
+        map_index_template="{{ task.group['label'] }}",
+        **({"pool": pool} if pool else {}),
+        **spark,
+    ).expand(group=plan.output)
+    # With an epoch of its own: a re-read between two tasks, which takes one too, is waited for and does not fence it. A
+    # snapshot without groups is skipped, which must not skip what follows.
+    stream = CdcStreamOperator(task_id="stream", until=until, trigger_rule=TriggerRule.NONE_FAILED, **spark)
+    preflight >> provision >> plan >> snapshot >> stream
+    return PipelineSteps(preflight, provision, plan, snapshot, stream)
 
 
 class CdcTaskGroup(TaskGroup):
@@ -46,7 +104,7 @@ class CdcTaskGroup(TaskGroup):
         group_id: str = "cdc",
         *,
         pipeline: str,
-        until: str = "caught_up",
+        until: str = CAUGHT_UP,
         groups: int | str = 2,
         spark_conn_id: str = "spark_default",
         conf: Mapping[str, str] | None = None,
@@ -54,31 +112,19 @@ class CdcTaskGroup(TaskGroup):
         **kwargs: Any,
     ) -> None:
         super().__init__(group_id=group_id, **kwargs)
-        spark = {"pipeline": pipeline, "spark_conn_id": spark_conn_id, "conf": conf}
         with self:
-            self.preflight = CdcPreflightOperator(task_id="preflight", pipeline=pipeline)
-            self.provision = CdcProvisionOperator(task_id="provision", pipeline=pipeline)
-            self.plan = CdcPlanOperator(task_id="plan", pipeline=pipeline, groups=groups)
-            self.snapshot = CdcSnapshotOperator.partial(
-                task_id="snapshot",
-                epoch=f"{{{{ ti.xcom_pull(task_ids='{self.provision.task_id}')['epoch'] }}}}",
-                map_index_template="{{ task.group['label'] }}",
-                **({"pool": pool} if pool else {}),
-                **spark,
-            ).expand(group=self.plan.output)
-            # With an epoch of its own: a re-read between two tasks, which takes one too, is waited for and does not
-            # fence it. A snapshot without groups is skipped, which must not skip what follows.
-            self.stream = CdcStreamOperator(
-                task_id="stream", until=until, trigger_rule=TriggerRule.NONE_FAILED, **spark
+            steps = pipeline_steps(
+                pipeline, until=until, groups=groups, spark_conn_id=spark_conn_id, conf=conf, pool=pool
             )
-            self.preflight >> self.provision >> self.plan >> self.snapshot >> self.stream
+        self.preflight, self.provision, self.plan = steps.preflight, steps.provision, steps.plan
+        self.snapshot, self.stream = steps.snapshot, steps.stream
 
 
 def cdc_dag(
     pipeline: str | os.PathLike[str],
     *,
     schedule: Any = None,
-    until: str = "caught_up",
+    until: str = CAUGHT_UP,
     groups: int = 2,
     spark_conn_id: str = "spark_default",
     conf: Mapping[str, str] | None = None,
@@ -96,10 +142,10 @@ def cdc_dag(
     :param spark_conn_id: the Spark connection.
     :param conf: Spark configuration, merged over the pipeline's.
     :param pool: the pool of the snapshot's tasks.
-    :raises ConfigError: when the file is wrong; Airflow shows it, with the solution, as an import error.
+    :raises ConfigError: when the file or ``until`` is wrong; Airflow shows it, with the solution, as an import error.
     """
     try:
-        outline = Pipeline.outline(pipeline)
+        outline, params = Pipeline.outline(pipeline), stream_params(until, groups)
     except ConfigError as e:
         e.add_note(e.solution)
         raise
@@ -107,21 +153,13 @@ def cdc_dag(
         "dag_id": f"cdc_{outline.name}",
         "tags": ["cdc", pipeline_tag(outline.name)],
         "doc_md": _describe(outline),
-        "params": stream_params(until, groups),
+        "params": params,
         "default_args": {"retries": 2, "retry_delay": timedelta(seconds=30)},
         "max_active_runs": 1,
         "catchup": False,
     }
     with DAG(schedule=schedule, **settings | kwargs) as dag:
-        CdcTaskGroup(
-            prefix_group_id=False,
-            pipeline=os.fspath(pipeline),
-            until="{{ params.until }}",
-            groups="{{ params.groups }}",
-            spark_conn_id=spark_conn_id,
-            conf=conf,
-            pool=pool,
-        )
+        pipeline_steps(os.fspath(pipeline), spark_conn_id=spark_conn_id, conf=conf, pool=pool)
     return dag
 
 
@@ -142,27 +180,38 @@ def pipeline_param() -> dict[str, Param]:
             minLength=1,
             title="Pipeline file",
             description="Path of the pipeline file on the workers.",
-            section="Pipeline",
         )
     }
 
 
-def stream_params(until: str = "caught_up", groups: int = 2) -> dict[str, Param]:
-    """The fields of a form for what snapshot and stream do.
+def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
+    """Return the fields of a form for what snapshot and stream do.
 
     :param until: the default of where the stream ends.
     :param groups: the default of how many Spark jobs copy chunks.
+    :raises ConfigError: when ``until`` is no end of a stream.
     """
+    ending = Ending.parse(until)
     return {
         "until": Param(
-            until,
+            CAUGHT_UP if ending.caught_up or ending.lsn is not None else FOREVER,
             type="string",
-            pattern=f"^(caught[_-]up|stopped|(lsn:)?{_LSN})$",
-            examples=["caught_up", "stopped"],
+            enum=[CAUGHT_UP, FOREVER],
+            values_display={
+                CAUGHT_UP: "caught up: all that is committed when it begins is applied",
+                FOREVER: "forever: somebody stops it",
+            },
             title="Stream until",
-            description="caught_up: all that was committed before the stream began is applied; stopped: until "
-            "`airflow-cdc stop`; or an LSN such as 0/16B3748.",
-            section="Stream",
+            description="A run that goes on forever occupies no worker; `airflow-cdc stop`, or Stop on the page CDC, "
+            "ends it.",
+            **_SAID_BY_OTHERS,
+        ),
+        "until_lsn": Param(
+            None if ending.lsn is None else format_lsn(ending.lsn),
+            type=["null", "string"],
+            pattern=f"^{_LSN}$",
+            title="Stream until LSN",
+            description="A position in the source's log such as 0/16B3748, instead of the choice above.",
         ),
         "groups": Param(
             groups,
@@ -171,7 +220,6 @@ def stream_params(until: str = "caught_up", groups: int = 2) -> dict[str, Param]
             maximum=32,
             title="Snapshot groups",
             description="How many Spark jobs copy chunks at the same time, at most.",
-            section="Snapshot",
         ),
     }
 

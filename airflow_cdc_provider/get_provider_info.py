@@ -17,6 +17,7 @@ def get_provider_info() -> dict[str, object]:
             {
                 "integration-name": "Postgres CDC",
                 "external-doc-url": "https://www.postgresql.org/docs/current/logicaldecoding.html",
+                "how-to-guide": ["/docs/quickstart.md", "/docs/airflow.md"],
                 "tags": ["software"],
             }
         ],
@@ -69,12 +70,25 @@ def get_provider_info() -> dict[str, object]:
                         "host": "db.example.com",
                         "port": "5432",
                         "schema": "shop",
-                        "login": "cdc, a role with REPLICATION",
+                        "login": "cdc, for a source with REPLICATION",
                         "password": "empty if a certificate or .pgpass says who it is",
                         "extra": '{"connect_timeout": "10", "sslcert": "/etc/ssl/cdc.crt"}',
                     },
                 },
                 "conn-fields": {
+                    "use": {
+                        "label": "Used as",
+                        "description": "Only for Test: what a pipeline is to use it as",
+                        "schema": {
+                            "type": "string",
+                            "enum": ["source", "target"],
+                            "values_display": {
+                                "source": "source: changes are captured from it",
+                                "target": "target: they are copied into it",
+                            },
+                            "default": "source",
+                        },
+                    },
                     "sslmode": {
                         "label": "SSL mode",
                         "description": "How TLS is used and the server's certificate checked, as libpq's sslmode",
@@ -96,16 +110,16 @@ def get_provider_info() -> dict[str, object]:
                     "slot": {
                         "label": "Replication slot to test",
                         "description": (
-                            "Only for Test: the slot that a pipeline is to use, for example airflow_cdc_shop; whether"
-                            " it is ours, or one is free"
+                            "Only for Test, of a source: the slot that a pipeline is to use, for example"
+                            " airflow_cdc_shop; whether it is ours, or one is free"
                         ),
                         "schema": {"type": ["string", "null"], "pattern": "^[a-z0-9_]{0,63}$", "default": None},
                     },
                     "publication": {
                         "label": "Publication to test",
                         "description": (
-                            "Only for Test: the publication that a pipeline is to use, for example airflow_cdc_shop;"
-                            " whether it publishes all operations, or can be created"
+                            "Only for Test, of a source: the publication that a pipeline is to use, for example"
+                            " airflow_cdc_shop; whether it publishes all operations, or can be created"
                         ),
                         "schema": {"type": ["string", "null"], "maxLength": 63, "default": None},
                     },

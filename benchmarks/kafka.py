@@ -3,7 +3,7 @@
 What writes to Kafka is compared with two peers that write the very same keys and values, read back from the topic
 before: a plain producer, not transactional, in one process; and Spark's own sink for Kafka, as a batch of rows that lie
 in Parquet. A copy from topic to topic is also compared with a streaming query of Spark alone, which writes each record
-at least once.
+at least once. What ``verify`` takes for a topic and its mirror is compared with the stream that has filled the mirror.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
 from airflow_cdc_provider.engine.stream import StreamJob
 from airflow_cdc_provider.engine.topics.cluster import Topics
-from airflow_cdc_provider.engine.topics.job import TopicJob
+from airflow_cdc_provider.engine.topics.job import Goal, TopicJob
 from airflow_cdc_provider.engine.topics.settings import PACKAGE
 from benchmarks.lab import ROW, SERVER_SETTINGS, TABLE_DDL, create_database, execute, fill
 from benchmarks.report import Series, check, tell
@@ -47,6 +47,7 @@ from benchmarks.stream import TRANSACTION
 KAFKA = "kafka"
 DEBEZIUM, JSON = "postgres to kafka, debezium", "postgres to kafka, json"
 TO_MYSQL, TO_KAFKA = "kafka to mysql", "kafka to kafka"
+VERIFIED = "kafka to mysql: verify"
 
 _PARTITIONS = 3
 _SECONDS = 60.0
@@ -127,7 +128,9 @@ def _repeat(lab: KafkaLab, rows: int, repeat: int) -> list[Series]:
             seconds, messages = _from_postgres(lab, rows, format_)
             note(case, seconds, *_peers(case))
             _measure_peers(lab, case, messages, note)
-        note(TO_MYSQL, _to_mysql(lab, topic, rows))
+        seconds, verified = _to_mysql(lab, topic, rows)
+        note(TO_MYSQL, seconds)
+        note(VERIFIED, verified, TO_MYSQL)
         seconds, messages = _to_kafka(lab, topic, rows)
         note(TO_KAFKA, seconds, *_peers(TO_KAFKA), _stream_of(TO_KAFKA))
         _measure_peers(lab, TO_KAFKA, messages, note)
@@ -184,15 +187,22 @@ def _from_postgres(lab: KafkaLab, changes: int, format_: str) -> tuple[float, li
     return seconds, messages
 
 
-def _to_mysql(lab: KafkaLab, topic: str, rows: int) -> float:
+def _to_mysql(lab: KafkaLab, topic: str, rows: int) -> tuple[float, float]:
+    """What the job takes, and what to compare the topic with its mirror takes then."""
     name = next(_names)
-    sink = {"type": "mysql", "dsn": lab.mariadb.dsn, "schema": name}
-    seconds = _follow(lab, lab.pipeline(name, _source(lab, topic), sink))
+    pipeline = lab.pipeline(name, _source(lab, topic), {"type": "mysql", "dsn": lab.mariadb.dsn, "schema": name})
+    seconds = _follow(lab, pipeline)
     with closing(lab.mariadb.connect()) as connection, connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*), sum(id) FROM {name}.t")
         found = cursor.fetchall()
         check((rows, rows * (rows + 1) // 2), tuple(map(int, found[0])), f"{TO_MYSQL}: rows, ids")
-    return seconds
+    with lab.session():
+        started = time.monotonic()
+        told = commands.verify(pipeline)
+        verified = time.monotonic() - started
+    (table,) = told["tables"]
+    check((True, rows), (told["equal"], table["target_rows"]), f"{VERIFIED}: equal, rows")
+    return seconds, verified
 
 
 def _to_kafka(lab: KafkaLab, topic: str, rows: int) -> tuple[float, list[Message]]:
@@ -207,7 +217,7 @@ def _follow(lab: KafkaLab, pipeline: Pipeline) -> float:
     """The job over all messages that a topic has, from its query's start to the commit of the last unit."""
     commands.provision(pipeline)
     assert pipeline.topics is not None
-    goal = Topics(pipeline.topics).ends()
+    goal = Goal.now(Topics(pipeline.topics))
     with lab.session() as spark, run_part(pipeline, "stream", None) as (run, _):
         started = time.monotonic()
         TopicJob(spark, run, lambda progress: None).follow(None, goal)

@@ -212,7 +212,7 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
         if messages:  # the first batch of a query can be empty
             clock.passed(Position.from_json(json.loads(messages[0].end)).lsn)
 
-    with backlog.slot() as slot, meeting_place() as directory, handout.serving(directory):
+    with backlog.slot() as slot, meeting_place() as directory, handout.serving(directory, lambda passed: None):
         meeting = Meeting.of(lab.spark, directory)
         clock = Clock(backlog, slot)
         with connected(dsn) as source:

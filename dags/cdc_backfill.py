@@ -11,8 +11,6 @@ from airflow_cdc_provider.dag import pipeline_param
 from airflow_cdc_provider.operators.resnapshot import CdcResnapshotOperator
 from airflow_cdc_provider.timetables.backfill import BackfillTimetable
 
-WHAT, BY_TIME, BY_KEY = "What to read again", "Rows of an interval of time", "Rows of a range of keys"
-
 with DAG(
     dag_id="cdc_backfill",
     # A backfill is divided into intervals of this length; nothing runs unasked.
@@ -45,7 +43,6 @@ The Dag has to be active, not paused; it never runs by itself.
             uniqueItems=True,
             title="Tables",
             description="As schema.table, one a line; none for all tables of the pipeline.",
-            section=WHAT,
         ),
         "rows": Param(
             "time",
@@ -58,46 +55,41 @@ The Dag has to be active, not paused; it never runs by itself.
             },
             title="Rows",
             description="All rows are read again by each run: choose that for a single run, not for a backfill.",
-            section=WHAT,
         ),
         "time_column": Param(
             os.environ.get("AIRFLOW_CDC_TIME_COLUMN", "created_at"),
             type="string",
             minLength=1,
             title="Time column",
-            description="A column of type timestamp or date that all the tables have. Without a time zone it is taken "
-            "as UTC. Rows without a value are in no interval.",
-            section=BY_TIME,
+            description="For an interval of time: a column of type timestamp or date that all the tables have. Without "
+            "a time zone it is taken as UTC. Rows without a value are in no interval.",
         ),
         "from": Param(
             None,
             type=["null", "string"],
             format="date-time",
             title="From",
-            description="Where the interval begins. Empty for a backfill, each run of which has its own.",
-            section=BY_TIME,
+            description="Where the interval of time begins. Empty for a backfill, each run of which has its own.",
         ),
         "to": Param(
             None,
             type=["null", "string"],
             format="date-time",
             title="To",
-            description="Where the interval ends; rows of this very moment are left out.",
-            section=BY_TIME,
+            description="Where the interval of time ends; rows of this very moment are left out.",
         ),
         "key_from": Param(
             None,
             type=["null", "string"],
             title="First key",
-            description="The key, or the first column of it, such as 1000; empty for all keys before the last.",
-            section=BY_KEY,
+            description="For a range of keys: the key, or the first column of it, such as 1000; empty for all keys "
+            "before the last.",
         ),
         "key_to": Param(
             None,
             type=["null", "string"],
             title="End before key",
-            description="The first key that is left out; empty for all keys from the first.",
-            section=BY_KEY,
+            description="For a range of keys: the first key that is left out; empty for all keys from the first.",
         ),
     },
 ):

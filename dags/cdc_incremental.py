@@ -6,7 +6,8 @@ from datetime import timedelta
 
 from airflow.sdk import DAG
 
-from airflow_cdc_provider.dag import CdcTaskGroup, pipeline_param, stream_params
+from airflow_cdc_provider.dag import pipeline_param, pipeline_steps, stream_params
+from airflow_cdc_provider.engine.ending import CAUGHT_UP
 
 with DAG(
     dag_id="cdc_incremental",
@@ -28,4 +29,4 @@ another file. Between runs the slot keeps the source's log.
 """,
     params={**pipeline_param(), "groups": stream_params()["groups"]},
 ):
-    CdcTaskGroup(prefix_group_id=False, pipeline="{{ params.pipeline }}", groups="{{ params.groups }}")
+    pipeline_steps("{{ params.pipeline }}", until=CAUGHT_UP)

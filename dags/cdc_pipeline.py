@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from airflow.sdk import DAG, TriggerRule
 from airflow.sdk.exceptions import AirflowSkipException
 
-from airflow_cdc_provider.dag import CdcTaskGroup, pipeline_param, stream_params
+from airflow_cdc_provider.dag import pipeline_param, pipeline_steps, stream_params
 from airflow_cdc_provider.operators.pipeline import CdcVerifyOperator
 from airflow_cdc_provider.sensors.slot import SlotProgressSensor
 
@@ -48,9 +48,7 @@ Trigger it again to catch up: what was copied is not copied again. Needs a Spark
 """,
     params={**pipeline_param(), **stream_params()},
 ):
-    cdc = CdcTaskGroup(
-        prefix_group_id=False, pipeline=PIPELINE, until="{{ params.until }}", groups="{{ params.groups }}"
-    )
+    steps = pipeline_steps(PIPELINE)
     slot_progress = SlotProgressSensor(
         task_id="slot_progress",
         pipeline=PIPELINE,
@@ -62,5 +60,5 @@ Trigger it again to catch up: what was copied is not copied again. Needs a Spark
     )
     verify = CdcVerifyOperator(task_id="verify", pipeline=PIPELINE)
 
-    cdc.snapshot >> slot_progress
-    cdc.stream >> verify
+    steps.snapshot >> slot_progress
+    steps.stream >> verify

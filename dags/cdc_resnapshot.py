@@ -36,7 +36,6 @@ with DAG(
             type="boolean",
             title="Everything, with a new slot",
             description="The repair for a lost slot; the fields below are not looked at.",
-            section="What to read again",
         ),
         "tables": Param(
             [],
@@ -45,21 +44,18 @@ with DAG(
             uniqueItems=True,
             title="Tables",
             description="As schema.table, one a line; none for all tables of the pipeline, one after the other.",
-            section="What to read again",
         ),
         "where": Param(
             None,
             type=["null", "string"],
             title="Condition",
             description="An SQL condition such as id < 1000: only rows that match it on either side are read again.",
-            section="What to read again",
         ),
         "approve": Param(
             True,
             type="boolean",
             title="Ask before everything is read again",
             description="Switch it off only where the run is started by automation that has asked already.",
-            section="How",
         ),
         "groups": Param(
             2,
@@ -68,7 +64,6 @@ with DAG(
             maximum=32,
             title="Snapshot groups",
             description="How many Spark jobs copy at the same time, at most, when everything is read again.",
-            section="How",
         ),
     },
 ):

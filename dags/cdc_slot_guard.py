@@ -40,7 +40,6 @@ have to read all tables again, but the source's disk does not fill, and the sour
             minLength=1,
             title="Connection",
             description="Of type Postgres CDC or Postgres. Only members of pg_monitor see all transactions.",
-            section="Server",
         ),
         "budget": Param(
             "10GiB",
@@ -49,7 +48,6 @@ have to read all tables again, but the source's disk does not fill, and the sour
             examples=["1GiB", "10GiB", "100GiB"],
             title="Budget of a slot",
             description="WAL that a slot may keep, such as 10GiB. From four fifths on there is a warning.",
-            section="Limits",
         ),
         "dead_minutes": Param(
             60,
@@ -57,7 +55,6 @@ have to read all tables again, but the source's disk does not fill, and the sour
             minimum=1,
             title="Dead after, in minutes",
             description="How long a slot may be without a reader. Longer than the time between two scheduled streams.",
-            section="Limits",
         ),
         "transaction_minutes": Param(
             15,
@@ -65,7 +62,6 @@ have to read all tables again, but the source's disk does not fill, and the sour
             minimum=1,
             title="Long transactions, in minutes",
             description="From which age on a transaction is named, as no slot passes the oldest one.",
-            section="Limits",
         ),
         "drop_beyond": Param(
             None,
@@ -74,7 +70,6 @@ have to read all tables again, but the source's disk does not fill, and the sour
             title="Drop slots beyond",
             description_md="**Dangerous.** Slots that retain more WAL than this are dropped, and what they have not "
             "delivered is lost to their pipelines: run `airflow-cdc resnapshot --all` for each. Empty: none are.",
-            section="Circuit breaker",
         ),
         "drop": Param(
             "inactive",
@@ -83,7 +78,6 @@ have to read all tables again, but the source's disk does not fill, and the sour
             values_display={"inactive": "only slots without a reader", "all": "also slots that are being read"},
             title="Which slots to drop",
             description_md="Also a slot that is being read can fall behind. **Its reader is disconnected.**",
-            section="Circuit breaker",
         ),
     },
 ):

@@ -10,16 +10,18 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from zlib import crc32
 
+import psutil
 import psycopg
 import pymysql
 import pytest
+from hypothesis import HealthCheck, settings
 from psycopg import sql
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
@@ -29,11 +31,23 @@ from airflow_cdc_provider.engine.interpreter import python_for_spark
 from airflow_cdc_provider.engine.waiting import await_condition
 from tests.class_archive import write_archive
 from tests.hdfs import HdfsCluster
+from tests.hostile import ENVIRONMENT, connect_unharmed
 from tests.kafka_server import make_broker
 from tests.schema_registry import registry_at
 from tests.spark_jvm import end_jvm
 
 pytest.register_assert_rewrite("tests.sink_contract")
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A place for the logs of Spark, in this process and in those that tests start."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state-home"))
+
 
 # The tests crash processes, never the machine, so what the page cache holds is safe.
 SESSION_SETTINGS: Mapping[str, str] = {
@@ -41,6 +55,7 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "max_connections": "100",
     "max_replication_slots": "30",
     "max_wal_senders": "30",
+    "shared_buffers": "32MB",
 }
 
 MARIADB_SETTINGS: Mapping[str, str] = {"innodb_flush_log_at_trx_commit": "0", "innodb_buffer_pool_size": "64M"}
@@ -73,13 +88,12 @@ CREATE EVENT TRIGGER hand_over ON ddl_command_end
 """
 
 ServerMaker = Callable[..., PostgresServer]
+Some = Callable[[Sequence[str]], Sequence[str]]
 
 _numbers = itertools.count(1)
 
 # They share an Airflow and a browser. When outages change the machine's network, a browser gives up its requests.
 _ONE_AFTER_THE_OTHER = ("tests/airflow/", "tests/outages/")
-
-_airflow_home = tempfile.TemporaryDirectory(prefix="cdc-airflow-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,15 +101,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thin", action="store_true", help="leave out the thorough, and of long tests most cases")
 
 
-def pytest_configure() -> None:
-    """Keep Airflow, which makes its home when it is imported, out of the user's."""
-    os.environ["AIRFLOW_HOME"] = _airflow_home.name
+_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 8 << 30
+
+
+def _work_in_memory() -> None:
+    """Keep temporary files in memory if there is much of it: writing them to the disk took a fifth of the time."""
+    if "TMPDIR" in os.environ or not _MEMORY.is_dir():
+        return
+    if min(shutil.disk_usage(_MEMORY).free, psutil.virtual_memory().available - _ROOM_BYTES) >= _ROOM_BYTES:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep Airflow, which makes its home when it is imported, out of the user's; set the environment against libpq."""
+    _work_in_memory()
+    home = tempfile.TemporaryDirectory(prefix="cdc-airflow-")
+    config.add_cleanup(home.cleanup)
+    os.environ["AIRFLOW_HOME"] = home.name
     os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
-
-
-def pytest_unconfigure() -> None:
-    """Remove that home."""
-    _airflow_home.cleanup()
+    os.environ |= ENVIRONMENT
+    psycopg.connect = connect_unharmed  # type: ignore[assignment]
 
 
 def _process_of(nodeid: str) -> str:
@@ -119,7 +145,7 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
         if _starts_much(item) and item not in left_out:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, of_one in cases.items():
-        step = 3 if len(of_one) <= 9 else 2 * ceil(len(of_one) / 6)  # even, so that of pairs not the same stay
+        step = 3 if len(of_one) <= 6 else 2 * ceil(len(of_one) / 4)  # even, so that of pairs not the same stay
         kept = crc32(name.encode()) % min(step, len(of_one))
         left_out |= {item for n, item in enumerate(of_one) if (n + n // step) % step != kept}
     if left_out:
@@ -155,6 +181,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """See to it that Spark starts soon."""
     if item.get_closest_marker("spark"):
         write_archive()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what has failed and how: a run that is cut off never comes to its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}", flush=True)
+
+
+@pytest.fixture
+def some(pytestconfig: pytest.Config) -> Some:
+    """What a test walks through: with ``--thin`` every third of it."""
+    return (lambda places: places[1::3]) if pytestconfig.getoption("thin") else (lambda places: places)
 
 
 @dataclass(frozen=True)
@@ -329,7 +367,7 @@ def create_database(server: PostgresServer, name: str) -> None:
     """Create an empty database, in which the pipeline's role may create schemas and publications."""
     database = sql.Identifier(name)
     with psycopg.connect(server.dsn(), autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(database))
+        connection.execute(sql.SQL("CREATE DATABASE {} STRATEGY file_copy").format(database))
         connection.execute(sql.SQL("GRANT CREATE ON DATABASE {} TO {}").format(database, sql.Identifier(PIPELINE_ROLE)))
 
 

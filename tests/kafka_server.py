@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+    ResourceType,
+)
 
 from airflow_cdc_provider.demo.jars import JarsMissing
 from airflow_cdc_provider.demo.kafka import KafkaServer, Login, fetch_jars
@@ -34,10 +41,18 @@ def make_broker(directory: Path, settings: Mapping[str, str] | None = None, logi
         pytest.skip(e.message)
 
 
-def create_topic(brokers: str, name: str, partitions: int = 1) -> None:
+def create_topic(brokers: str, name: str, partitions: int = 1, settings: Mapping[str, str] | None = None) -> None:
     """Create a topic."""
     client = AdminClient({"bootstrap.servers": brokers})  # which has to live until the topic does
-    client.create_topics([NewTopic(name, partitions, 1)])[name].result(SECONDS)
+    client.create_topics([NewTopic(name, partitions, 1, config=dict(settings or {}))])[name].result(SECONDS)
+
+
+def set_topic(brokers: str, name: str, settings: Mapping[str, str]) -> None:
+    """Change settings of a topic."""
+    entries = [ConfigEntry(key, value, incremental_operation=AlterConfigOpType.SET) for key, value in settings.items()]
+    resource = ConfigResource(ResourceType.TOPIC, name, incremental_configs=entries)
+    client = AdminClient({"bootstrap.servers": brokers})
+    client.incremental_alter_configs([resource])[resource].result(SECONDS)
 
 
 def properties(brokers: str, **conf: Any) -> dict[str, Any]:

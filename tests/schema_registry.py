@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from airflow_cdc_provider.demo.servers import end_guard, find_free_port, start_g
 from airflow_cdc_provider.engine.waiting import await_condition
 
 ARTIFACT = "io.apicurio:apicurio-registry-app:3.0.9:tar.gz:all"
+SHA256 = "2b28181501a20cbf6efcd77f9b7153908fc01f3d3a7c32024c0bd9e1b04c8a43"
 SECONDS = 90.0
 
 
@@ -91,6 +93,9 @@ def _installed() -> Path:
             if fetched.returncode != 0:
                 pytest.skip(f"{ARTIFACT} cannot be fetched: {fetched.stdout[-400:]}")
             (archive,) = home.glob("*.tar.gz")
+            if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+                archive.unlink()
+                pytest.fail(f"{ARTIFACT} is not the file whose sum is known here")
             unpacked = home / "unpacking"
             shutil.rmtree(unpacked, ignore_errors=True)
             with tarfile.open(archive) as file:

@@ -169,6 +169,7 @@ def test_a_unit_that_is_left_is_taken_back(tables: Tables) -> None:
 # -- a pipeline ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sink", [{}, {"mode": "changelog"}], ids=["mirror", "changelog"])

@@ -26,7 +26,7 @@ from tests.conftest import ServerMaker, create_database, drop_database
 def database(source_server: PostgresServer) -> Iterator[Connection]:
     """A database for the whole module; making one takes longer than most of these tests."""
     create_database(source_server, "catalog")
-    with connected(source_server.dsn("catalog")) as connection:
+    with connected(source_server.dsn("catalog"), writes=True) as connection:
         yield connection
     drop_database(source_server, "catalog")
 
@@ -318,7 +318,7 @@ def test_ddl_between_the_queries(
 
     def meanwhile(connection: Connection, query: Any, parameters: Any = None) -> list[tuple[Any, ...]]:
         if query is catalog._LEAVES:
-            with connected(source_server.dsn("catalog")) as other:
+            with connected(source_server.dsn("catalog"), writes=True) as other:
                 rows(other, "CREATE TABLE shop.p_fr PARTITION OF shop.p FOR VALUES IN ('fr')")
                 rows(other, "ALTER TABLE shop.t ALTER v TYPE bigint")
         return real(connection, query, parameters)
@@ -368,7 +368,7 @@ def test_a_partitioned_table_without_partitions(source: Connection) -> None:
 def test_what_resolves_can_be_published_and_written(source: Connection, make_server: ServerMaker) -> None:
     """The promise of the refusals: no statement of the source fails because its table is captured."""
     server = make_server("18")
-    with connected(server.dsn()) as newest:
+    with connected(server.dsn(), writes=True) as newest:
         rows(newest, "CREATE SCHEMA shop")
         for connection in (source, newest):
             rows(connection, PARTITIONED)

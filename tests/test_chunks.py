@@ -51,7 +51,7 @@ def database(server_directory: Path) -> Iterator[Connection]:
         pytest.fail("These tests need Postgres from the system's packages; on Debian: apt-get install postgresql.")
     directory = server_directory / "chunks"
     server = PostgresServer.create(directory, settings={"fsync": "off"}, binaries=installed[-1].parent)
-    with server, connected(server.dsn()) as connection:
+    with server, connected(server.dsn(), writes=True) as connection:
         rows(connection, "CREATE EXTENSION citext SCHEMA public")
         yield connection
 
@@ -492,7 +492,7 @@ def test_texts_are_those_of_the_output_functions(database: Connection, server_di
         check_texts(database)
         return
     with PostgresServer.create(server_directory / "texts", edition, {"fsync": "off"}) as server:
-        connection = connect(server.dsn())
+        connection = connect(server.dsn(), writes=True)
         check_texts(connection)
         connection.close()
 

@@ -121,6 +121,7 @@ def test_executors_get_the_engine_from_the_driver_and_are_killed(
     assert all(count >= started + 2 for count, started in zip(cluster.executors(), before, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_library_that_executors_lack_is_named(
     pipeline: PipelineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

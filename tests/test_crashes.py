@@ -124,6 +124,7 @@ def staging_tables(pipeline: PipelineUnderTest) -> list[str]:
 
 @pytest.mark.spark
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_a_changelog(make_pipeline: Any) -> None:
     pipeline: PipelineUnderTest = make_pipeline(["public.t"], sink={"mode": "changelog"}, snapshot={"chunk_rows": 250})
     pipeline.source(AUDITED)

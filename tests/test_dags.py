@@ -89,7 +89,7 @@ def test_a_run_needs_neither_schedule_nor_company(dag: DAG) -> None:
     assert not dag.catchup
 
 
-@pytest.mark.parametrize("until", ["caught-up", "stopped", "0/16B3748", "lsn:FF/FFFFFFFF"])
+@pytest.mark.parametrize("until", ["caught up", "caught-up", "forever", "stopped", "0/16B3748", "lsn:FF/FFFFFFFF"])
 def test_good_params_are_accepted(dag: DAG, until: str) -> None:
     assert dag.params.get_param("until").resolve(until) == until
 
@@ -97,7 +97,7 @@ def test_good_params_are_accepted(dag: DAG, until: str) -> None:
 def test_every_param_is_described_and_has_a_good_default(dag: DAG) -> None:
     dag.params.validate()
 
-    assert set(dag.params) == {"pipeline", "until", "groups"}
+    assert set(dag.params) == {"pipeline", "until", "until_lsn", "groups"}
     assert all(dag.params.get_param(name).description for name in dag.params)
 
 
@@ -109,6 +109,7 @@ def test_every_param_is_described_and_has_a_good_default(dag: DAG) -> None:
         ("until", "0/123456789"),
         ("until", "caught-up; rm"),
         ("until", None),
+        ("until_lsn", "caught up"),
         ("groups", 0),
         ("groups", 33),
         ("groups", "2"),

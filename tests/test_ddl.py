@@ -179,6 +179,7 @@ TYPICAL = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("version", ["18", "the system's"])
 def test_ddl_on_other_servers(
     databases: Databases, tmp_path: Path, make_server: ServerMaker, request: pytest.FixtureRequest, version: str
@@ -200,6 +201,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], Mapping[str, Sequence[str]], set[st
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ddl_of_tables_that_are_captured_otherwise(databases: Databases, tmp_path: Path, shape: str) -> None:
     table, rule, cases, not_seen = SHAPES[shape]

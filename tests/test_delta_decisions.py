@@ -320,6 +320,27 @@ def test_names_that_spark_or_files_cannot_have_are_refused(tmp_path: Path) -> No
         require_possible(Layout(Place(str(tmp_path)), partition_by=(("public.t", ("a.b",)),)), dotted, "mirror")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("_metadata", "_METADATA", "deletionVectorId", "_row_dropped_", "_source_row_present_", "__condition__"),
+        "__delta_internal_row_index",
+    ],
+)
+def test_names_that_delta_gives_to_columns_of_its_own_are_refused(tmp_path: Path, name: str) -> None:
+    target = Target(table(ID, column(name, "integer", 2)), "public", "t")
+    with pytest.raises(UncapturableTable, match=rf"\({name}\) whose names Delta or Spark"):
+        require_possible(Layout(Place(str(tmp_path))), target, "mirror")
+
+
+def test_names_of_the_change_feed_are_refused_where_there_is_one(tmp_path: Path) -> None:
+    target = Target(table(ID, column("_Change_type", "integer", 2)), "public", "t")
+    require_possible(Layout(Place(str(tmp_path))), target, "mirror")
+    feeding = Layout(Place(str(tmp_path)), properties=(("delta.enableChangeDataFeed", "true"),))
+    with pytest.raises(UncapturableTable, match=r"\(_Change_type\)"):
+        require_possible(feeding, target, "mirror")
+
+
 def test_tables_that_a_catalog_takes_for_one_are_refused(tmp_path: Path) -> None:
     one, other = (Target(replace(TABLE, name=name), "copy", name) for name in ("Orders", "orders"))
     require_apart(Layout(Place(str(tmp_path))), [one, other])

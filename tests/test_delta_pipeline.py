@@ -12,8 +12,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import Failpoint
+from airflow_cdc_provider.engine.errors import Failpoint, UncapturableTable
 from airflow_cdc_provider.engine.failpoint import VARIABLE
+from airflow_cdc_provider.engine.preflight import preflight
 from tests.audited import AUDITED, BIG, writing
 from tests.conftest import Databases
 from tests.delta_spark import delta_session
@@ -277,6 +278,7 @@ def test_a_changelog_has_everything_once_whatever_breaks_off(
     assert_verified(pipeline)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_with_its_spark(spark: SparkSession, databases: Databases, tmp_path: Path) -> None:
     """With a table written of which the record does not know; before that, death leaves what an error leaves, but for a
     table that is being made, whose log may be begun: see ``test_delta_tables.py``.
@@ -302,6 +304,7 @@ def test_a_run_that_is_killed_with_its_spark(spark: SparkSession, databases: Dat
     )
 
 
+@pytest.mark.thorough
 def test_a_re_read_and_a_change_of_schema_that_are_killed_with_their_spark(
     spark: SparkSession, databases: Databases, tmp_path: Path
 ) -> None:
@@ -329,3 +332,18 @@ def test_a_re_read_and_a_change_of_schema_that_are_killed_with_their_spark(
     assert rows(spark, pipeline, "SELECT id, body, more FROM {t} ORDER BY id") == [(1, "a", 8), (2, "b", 7)]
     done = operations(spark, pipeline)
     assert (done["WRITE"], done["ADD COLUMNS"], done["UPDATE"]) == (2, 1, 1), done
+
+
+def test_columns_that_merge_adds_itself_are_refused_before_anything_is_touched(
+    databases: Databases, tmp_path: Path
+) -> None:
+    pipeline = pipeline_of(tmp_path, databases, ["public.t"])
+    pipeline.source('CREATE TABLE t (id int PRIMARY KEY, "_metadata" int, "_Row_Dropped_" int)')
+    (found,) = [finding for finding in preflight(pipeline.pipeline) if not finding.ok]
+    assert isinstance(found.error, UncapturableTable)
+    assert "(_metadata, _Row_Dropped_)" in found.message
+    with pytest.raises(UncapturableTable):
+        commands.provision(pipeline.pipeline)
+    assert not (tmp_path / "lake/public").exists()
+    for things in ("pg_replication_slots WHERE database = current_database()", "pg_publication"):
+        assert pipeline.source_rows(f"SELECT count(*) FROM {things}") == [(0,)]

@@ -26,12 +26,14 @@ def started_without_delta() -> tuple[dict[str, str | None], str]:
     spark = SparkSession._instantiatedSession
     assert spark is not None
     found = {name: spark.sparkContext.getConf().get(name) for name in DEFAULTS}
+    assert spark.sparkContext.getConf().get("spark.python.unix.domain.socket.dir")
     with pytest.raises(SparkUnusable) as refused:
         session(dict(DeltaSettings("").spark_conf) | SECRETS)
     spark.stop()
     return found, refused.value.solution
 
 
+@pytest.mark.thorough
 def test_a_spark_has_the_engine_s_defaults_and_one_without_delta_is_refused_without_secrets() -> None:
     # In a process of its own: a JVM that has had Delta once, keeps it.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

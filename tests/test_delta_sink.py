@@ -122,6 +122,7 @@ def store(spark: SparkSession, root: Path) -> DeltaStore:
     return DeltaStore(spark, root)
 
 
+@pytest.mark.thorough
 class TestProtocol(ProtocolContract):
     """See :class:`ProtocolContract`."""
 
@@ -142,6 +143,7 @@ class TestMirror(MirrorContract, LakeContract):
         assert commits(begun.store) == 2
 
 
+@pytest.mark.thorough
 class TestChangelog(ChangelogContract):
     """See :class:`ChangelogContract`."""
 
@@ -341,6 +343,7 @@ def test_rows_are_read_as_postgres_writes_them(spark: SparkSession, root: Path) 
     assert staged_files(root) == 0
 
 
+@pytest.mark.thorough
 def test_files_are_joined_while_units_come(spark: SparkSession, root: Path) -> None:
     """OPTIMIZE and MERGE want the same files; whoever comes second begins again."""
     sink, epoch = prepared(root)

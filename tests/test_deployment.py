@@ -46,6 +46,7 @@ class Submitted:
         host: str,
         extra: Any,
         python: str | None = "python3",
+        address: str | None = "127.0.0.1",
         **conf: str,
     ) -> None:
         seen: list[Assignment] = []
@@ -59,7 +60,7 @@ class Submitted:
             monkeypatch.delenv(name, raising=False)
         if python is not None:
             monkeypatch.setenv("PYSPARK_PYTHON", python)
-        monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+        monkeypatch.setenv("SPARK_LOCAL_IP", address) if address else monkeypatch.delenv("SPARK_LOCAL_IP", False)
         loaded = load_pipeline(write_pipeline(tmp_path))
         SparkJobHook("spark", loaded=loaded, name="stream of shop", conf=conf).start(JOB)
         (self.assignment,) = seen
@@ -141,7 +142,8 @@ def test_what_is_submitted(
 def test_processes_on_the_machine_of_the_driver_have_its_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, executors: bool
 ) -> None:
-    found = Submitted(tmp_path, monkeypatch, host, {}, python=None).environment
+    found = Submitted(tmp_path, monkeypatch, host, {}, python=None, address=None).environment
+    assert found.get("SPARK_LOCAL_IP") == ("127.0.0.1" if executors else None)
     if executors:
         assert found["PYSPARK_DRIVER_PYTHON"] == found["PYSPARK_PYTHON"]
         assert found.items() >= python_for_spark().items()

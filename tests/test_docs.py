@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from airflow_cdc_provider import operators, sensors
-from airflow_cdc_provider.engine import cli, errors
+from airflow_cdc_provider.engine import cli, dispatch, errors
 from airflow_cdc_provider.engine.config import (
     MetricsSettings,
     Pipeline,
@@ -160,7 +160,7 @@ def test_commands_parse(document: str, command: str) -> None:
 
 def test_the_reference_names_every_command_and_option() -> None:
     text = read(ROOT / "docs" / "reference.md")
-    for command in cli._HANDLERS:
+    for command in dispatch._HANDLERS:
         assert f"| `{command}` |" in text
     for option in ("--pipeline", "--json", "--takeover", "--no-spark", "--chunks", "--epoch", "--until", "--table",
                    "--where", "--all", "--yes"):  # fmt: skip

@@ -11,10 +11,12 @@ from tests.airflow_support import ROOT
 # isort: split
 from airflow.dag_processing.dagbag import DagBag
 from airflow.sdk import DAG
+from airflow.sdk.definitions.param import ParamsDict
 from airflow.sdk.exceptions import ParamValidationError
 from airflow.serialization.serialized_objects import DagSerialization
 
 from airflow_cdc_provider import CDC_RETRY_POLICY, CdcTaskGroup
+from airflow_cdc_provider.dag import stream_params
 
 pytestmark = pytest.mark.airflow
 
@@ -47,6 +49,7 @@ def test_three_lines_make_a_dag(tmp_path: Path) -> None:
     assert (dag.max_active_runs, dag.catchup, dag.fileloc) == (1, False, str(tmp_path / "shop.py"))
     assert [task.task_id for task in dag.tasks] == ["preflight", "provision", "plan", "snapshot", "stream"]
     assert {task.task_id: sorted(task.downstream_task_ids) for task in dag.tasks}["plan"] == ["snapshot"]
+    assert dag.task_group.get_task_group_dict().keys() == {None}  # which Airflow would show collapsed
     dag.params.validate()
     DagSerialization.from_dict(DagSerialization.to_dict(dag))
 
@@ -69,13 +72,33 @@ def test_what_the_caller_says_wins(tmp_path: Path) -> None:
     assert bag.import_errors == {}
     dag = bag.dags["mine"]
     assert dag.timetable.can_be_scheduled
-    assert {name: dag.params[name] for name in dag.params} == {"until": "stopped", "groups": 8}
+    assert {name: dag.params[name] for name in dag.params} == {"until": "forever", "until_lsn": None, "groups": 8}
     pools = {task.task_id: task.pool for task in dag.tasks}
     assert pools.pop("snapshot") == "shop_db"
     assert set(pools.values()) == {"default_pool"}
     for name, bad in (("until", "soon"), ("groups", 0)):
         with pytest.raises(ParamValidationError):
             dag.params.get_param(name).resolve(bad)
+
+
+@pytest.mark.parametrize(
+    ("until", "field", "position"),
+    [("caught_up", "caught up", None), ("stopped", "forever", None), ("lsn:0/16b3748", "caught up", "0/16B3748")],
+)
+def test_the_form_is_one_open_section_with_a_choice_of_ends(until: str, field: str, position: str | None) -> None:
+    params = ParamsDict(stream_params(until))
+
+    assert (params["until"], params["until_lsn"]) == (field, position)
+    assert not any("section" in params.get_param(name).schema for name in params)
+    assert params.get_param("until").schema["enum"] == ["caught up", "forever"]
+    params.validate()
+
+
+def test_an_end_that_is_none_is_an_import_error(tmp_path: Path) -> None:
+    (error,) = bag_of(tmp_path, arguments=", until='noon'").import_errors.values()
+
+    assert "--until 'noon' is not valid" in error
+    assert "Give `forever`, `caught-up`" in error
 
 
 @pytest.mark.parametrize(

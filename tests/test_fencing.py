@@ -19,7 +19,10 @@ import psutil
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import Fenced, SecondWriter
+from airflow_cdc_provider.engine.attempts import keep_trying
+from airflow_cdc_provider.engine.errors import CannotFollow, ClockDiffers, Fenced, SecondWriter
+from airflow_cdc_provider.engine.run import run_part
+from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.snapshot import copy_chunk
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
@@ -153,6 +156,19 @@ def test_a_heartbeat_of_another_host(pipeline: PipelineUnderTest, age: float, re
     pipeline.assert_verified()
 
 
+def test_a_heartbeat_of_the_future(pipeline: PipelineUnderTest) -> None:
+    """It is no news of a second writer, but of clocks that differ."""
+    state, epoch = State(pipeline.pipeline.state), pipeline.record.epoch
+    elsewhere = dataclasses.replace(Owner.this(), host="elsewhere/1")
+    write_heartbeat(state, Heartbeat(elsewhere, "stream", epoch, time.time() + 3600, False, {}))
+    with pytest.raises(ClockDiffers, match=r"elsewhere.* is 3[56]\d\d s in the future") as refused:
+        pipeline.apply()
+    assert "--takeover" in refused.value.solution
+    assert pipeline.record.epoch == epoch
+    commands.provision(pipeline.pipeline, takeover=True)
+    assert pipeline.record.epoch > epoch
+
+
 def test_a_run_that_was_overtaken_hides_no_heartbeat(tmp_path: Path) -> None:
     """Its last line comes when it notices, and is of a part that the later run has too."""
     state, elsewhere = State(f"file://{tmp_path}"), dataclasses.replace(Owner.this(), host="elsewhere/1")
@@ -165,6 +181,17 @@ def test_a_run_that_was_overtaken_hides_no_heartbeat(tmp_path: Path) -> None:
     for beat in (dataclasses.replace(later, ended=True), overtaken):
         write_heartbeat(state, beat)
     assert read_heartbeats(state) == [overtaken]
+
+
+def test_what_a_run_that_has_taken_over_does_is_told_as_that(pipeline: PipelineUnderTest) -> None:
+    """The one before may see a publication that was made anew before it is fenced by a commit."""
+
+    def overtaken(_: Record) -> None:
+        commands.start_over(pipeline.pipeline, takeover=True)
+        raise CannotFollow("the publication has been altered", "Read again.")
+
+    with run_part(pipeline.pipeline, "stream", None) as (run, record), pytest.raises(Fenced, match="taken over"):
+        keep_trying(run, record, overtaken)
 
 
 def test_no_epoch_comes_twice(pipeline: PipelineUnderTest) -> None:

@@ -53,7 +53,7 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.test_files_compaction"])
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[*STORES[:-1], pytest.param("hdfs", marks=[pytest.mark.slow, pytest.mark.thorough])])
 def sink(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
     with provisioned(request.param, request) as found:
         yield found

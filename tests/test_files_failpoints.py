@@ -15,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.engine.sinks import files, lake
 from tests.audited import AUDITED, writing
-from tests.conftest import Databases
+from tests.conftest import Databases, Some
 from tests.sparkless import DONE, FAILED, SparklessRun
 from tests.test_files_pipeline import FilesPipeline, assert_files_exactly_once
 
@@ -84,9 +84,9 @@ def test_the_walk_passes_all_places() -> None:
     assert found - ELSEWHERE <= walked
 
 
-def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: FilesPipeline) -> None:
+def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: FilesPipeline, some: Some) -> None:
     with writing(pipeline.databases.source):
-        for place in (*BEGINNING, *OWNING, *CHUNKS, *UNITS, *OWNING):
+        for place in some((*BEGINNING, *OWNING, *CHUNKS, *UNITS, *OWNING)):
             kill(pipeline, place)
         finish(pipeline)
     pipeline.apply()

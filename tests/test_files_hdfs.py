@@ -241,6 +241,7 @@ def pipeline(databases: Databases, tmp_path: Path, place: Place) -> Iterator[Hdf
         process.kill()
 
 
+@pytest.mark.thorough
 def test_runs_that_die_around_an_entry_leave_nothing_out_and_nothing_twice(pipeline: HdfsPipeline) -> None:
     with writing(pipeline.databases.source):
         for place in ("before-link:1", "after-entry:1", "before-link:9", "after-link:9"):

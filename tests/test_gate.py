@@ -11,6 +11,7 @@ from psycopg import sql
 
 from airflow_cdc_provider.engine import commands, provisioning
 from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.preflight import preflight
 from airflow_cdc_provider.engine.state import State
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -89,6 +90,14 @@ def test_edits_that_would_break_what_is_written_are_refused(databases: Databases
     pipeline.source("CREATE TABLE public.u (id int PRIMARY KEY)")
     with pytest.raises(ConfigError, match=r"no longer covers public\.t"):
         pipeline.provision()
+
+
+def test_a_changed_mode_is_named_in_place_of_what_hinders_the_other(databases: Databases, tmp_path: Path) -> None:
+    pipeline = running(databases, tmp_path, "public.t", 'CREATE TABLE public.t (id int PRIMARY KEY, "_op" text)')
+    pipeline.change(sink={"mode": "changelog"})
+    (found,) = [finding for finding in preflight(pipeline.pipeline) if not finding.ok]
+    assert found.check == "mode"
+    assert "'changelog', but the pipeline has been provisioned as 'mirror'" in found.message
 
 
 def test_a_slot_of_others_survives_drop(databases: Databases, tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_a_row_that_the_heap_could_not_hold(pipeline: PipelineUnderTest) -> None
     assert {kind: peak for kind, peak in peaks.items() if peak > bounds[kind]} == {}
 
 
+@pytest.mark.thorough
 def test_a_batch_that_the_heap_cannot_hold_ends_the_job(pipeline: PipelineUnderTest) -> None:
     """It does not hang in a JVM that has lost threads, and goes on from where it was with smaller batches."""
     conf = pipeline.document["spark"]["conf"]

@@ -27,6 +27,7 @@ from airflow_cdc_provider.engine.pgoutput import decode
 from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.engine.wal import WalReader
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
+from tests.hostile import connected_plainly
 from tests.pipelines import SECONDS, PipelineUnderTest, execute, query_rows, transaction
 from tests.streaming import Streaming
 
@@ -192,7 +193,9 @@ def test_a_database_whose_transactions_are_serializable(databases: Databases) ->
             assert cursor.fetchone() == ("read committed",)
 
 
-def test_settings_of_a_role_change_the_texts_of_the_stream(make_pipeline: Make) -> None:
+def test_settings_of_a_role_change_the_texts_of_the_stream(
+    make_pipeline: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A walsender has them too: values would be rounded, and days taken for months."""
     columns = "id int PRIMARY KEY, f float8, d date, i interval, b bytea, z timestamptz"
     pipeline = make_pipeline(f"CREATE TABLE public.t ({columns})")
@@ -214,7 +217,7 @@ def test_settings_of_a_role_change_the_texts_of_the_stream(make_pipeline: Make) 
     try:
         dsn = pipeline.databases.source.replace("postgres@", f"{role}@")
         name = f"naive_{pipeline.name}"
-        with psycopg.connect(dsn, autocommit=True) as naive:
+        with connected_plainly(dsn, monkeypatch) as naive:
             naive.execute(f"SELECT pg_create_logical_replication_slot('{name}', 'pgoutput')".encode())
             naive.execute(row.format(1, 1).encode())
             peek = f"SELECT string_agg(data, '') FROM pg_logical_slot_peek_binary_changes('{name}', NULL, NULL,"

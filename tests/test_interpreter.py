@@ -120,6 +120,7 @@ def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest
         assert not {"PYSPARK_PYTHON", "AIRFLOW_CDC_PYTHON"} & set(os.environ), "commands that are started later choose"
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 def test_a_source_whose_process_comes_up_late(
     databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

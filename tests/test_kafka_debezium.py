@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,14 @@ def test_schemas_in_avro_are_those_of_its_converter(pipeline: KafkaPipeline) -> 
     values = [avro_schema(shape.value_schema(pipeline.topic())), json.loads(expected.avro_value)]
     ours, theirs = (usual(fastavro.parse_schema(value, _write_hint=False)) for value in values)
     assert compact(ours) == compact(theirs)
+
+
+def test_what_differs_is_documented() -> None:
+    """Each field that is left out of the comparisons above, but for those that tell when and where it was."""
+    page = (Path(__file__).parents[1] / "docs" / "sinks" / "kafka.md").read_text(encoding="utf-8")
+    (part,) = re.findall(r"What differs:\n(.*?)\n### ", page, re.DOTALL)
+    told = {name for name in (*PLACE, *SPECIAL) if f"`source.{name}`" in part}
+    assert told == {*PLACE, *SPECIAL} - {"db", "txId", "ts_ms", "ts_us", "ts_ns"}
 
 
 def compact(schema: Any) -> str:

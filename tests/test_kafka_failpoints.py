@@ -16,7 +16,7 @@ import pytest
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine.sinks import changes_record, kafka
 from tests.audited import AUDITED, writing
-from tests.conftest import Databases
+from tests.conftest import Databases, Some
 from tests.kafka_sink import clear
 from tests.sparkless import DONE, FAILED, SparklessRun
 from tests.test_kafka_pipeline import KafkaPipeline, assert_consumed_once
@@ -89,15 +89,16 @@ def test_the_walk_passes_all_places() -> None:
     assert found == walked
 
 
-def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: KafkaPipeline) -> None:
+def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: KafkaPipeline, some: Some) -> None:
     with writing(pipeline.databases.source):
-        for place in (*BEGINNING, *OWNING, *CHUNKS, *UNITS, *OWNING[:2]):
+        for place in some((*BEGINNING, *OWNING, *CHUNKS, *UNITS, *OWNING[:2])):
             kill(pipeline, place)
         finish(pipeline)
     assert_once(pipeline)
     assert pipeline.values() != pipeline.values(committed=False), "messages of those that died were aborted"
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_overtaken_in_the_snapshot_adds_nothing(pipeline: KafkaPipeline) -> None:
     with writing(pipeline.databases.source):
         overtake(pipeline, "before-transaction-end:5")

@@ -22,6 +22,8 @@ from tests.conftest import Databases
 from tests.kafka_sink import clear, consumed, send
 from tests.pipelines import PipelineUnderTest
 
+pytestmark = pytest.mark.slow
+
 OPS = {"r": "r", "c": "i", "u": "u", "d": "d", "t": "t"}
 
 
@@ -182,6 +184,7 @@ def test_changes_of_schema_are_followed(pipeline: KafkaPipeline) -> None:
 
 
 def test_a_truncate_is_told_to_consumers_of_every_partition(pipeline: KafkaPipeline) -> None:
+    pipeline.change(sink={"truncates": True})
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 30)")
     pipeline.provision()
     pipeline.copy()
@@ -191,6 +194,25 @@ def test_a_truncate_is_told_to_consumers_of_every_partition(pipeline: KafkaPipel
     truncates = [m.partition for m in found if json.loads(m.value or b"")["op"] == "t"]
     assert truncates == [0, 1, 2]
     pipeline.assert_verified()
+
+
+def test_a_truncate_is_not_told_by_default_and_known_all_the_same(pipeline: KafkaPipeline) -> None:
+    """As Debezium has it, whose consumers stop at one."""
+    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 30)")
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.source("INSERT INTO public.t VALUES (31)", "TRUNCATE public.t", "INSERT INTO public.t VALUES (5)")
+    pipeline.apply()
+    pipeline.assert_verified()
+    pipeline.source("TRUNCATE public.t")
+    pipeline.apply()
+    pipeline.assert_verified()
+    pipeline.source("INSERT INTO public.t VALUES (5)")
+    pipeline.apply()
+    commands.resnapshot(pipeline.pipeline, tables=["public.t"])
+    pipeline.apply()
+    pipeline.assert_verified()
+    assert {event["op"] for event in pipeline.values()} == {"r", "c"}
 
 
 def test_a_table_without_a_key_keeps_its_order_in_one_partition(pipeline: KafkaPipeline) -> None:
@@ -289,7 +311,7 @@ def test_a_preflight_finds_topics_of_others_and_policies_that_take_no_truncate(p
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, a text)")
     pipeline.cluster.create([pipeline.topic()], 1, -1, {})
     send(pipeline.cluster, pipeline.topic(), "theirs", "{}")
-    pipeline.change(sink={"topic_config": {"cleanup.policy": "compact"}})
+    pipeline.change(sink={"topic_config": {"cleanup.policy": "compact"}, "truncates": True})
     findings = {finding.check: finding for finding in preflight(pipeline.pipeline)}
     assert not findings["topics"].ok
     assert findings["cleanup policy"].ok
@@ -334,7 +356,7 @@ def test_topics_of_another_are_written_on_to_if_the_file_says_so(pipeline: Kafka
     [
         ({"mode": "mirror"}, "changelog"),
         ({"format": "csv"}, "debezium"),
-        ({"topic": "all"}, "{table}"),
+        ({"topic": "{tabel}"}, "{table}"),
         ({"brokers": "user:secret@host:9092"}, "properties"),
         ({"conn_id": "kafka"}, "conn_id"),
         ({"registry": "http://r"}, "Remove"),

@@ -115,6 +115,7 @@ def live(pipeline: KafkaPipeline) -> None:
     commands.drop(pipeline.pipeline)
 
 
+@pytest.mark.thorough
 def test_what_is_listed_is_enough(pipeline: KafkaPipeline, grant: Grant) -> None:
     grant(LISTED)
     findings = preflight(pipeline.pipeline)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
 
+from airflow_cdc_provider.engine.catalog import Table
+from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege, StreamFailed
-from airflow_cdc_provider.engine.kafka.addresses import address_of
+from airflow_cdc_provider.engine.kafka.addresses import Properties, address_of, readable_logins
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.section import Section
+from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
-from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
+from airflow_cdc_provider.engine.sinks.kafka.settings import _RESERVED, KafkaSettings
+from airflow_cdc_provider.engine.sinks.kafka.targets import TargetTopics
+from tests.test_config import document
+
+ROOT = Path(__file__).parents[1]
 
 LOGIN = (("security.protocol", "SASL_SSL"), ("sasl.username", "me"), ("sasl.password", "p@ss:word"))
 
@@ -76,6 +84,15 @@ def test_properties_of_the_file_win_and_take_variables() -> None:
     assert "not set" in told.value.message
 
 
+def test_what_the_engine_decides_is_refused_and_the_documentation_says_so() -> None:
+    told = (ROOT / "docs" / "sinks" / "kafka.md").read_text(encoding="utf-8")
+    for name in _RESERVED:
+        assert f"`{name}`" in told
+        with pytest.raises(ConfigError, match=f"sink.properties: {name} cannot be set") as refused:
+            parse({"brokers": "one:9092", "properties": {name: "x"}})
+        assert "sink.transaction_timeout" in refused.value.solution
+
+
 def test_the_passphrase_of_a_key_is_a_secret() -> None:
     name = "sasl.oauthbearer.assertion.private.key.passphrase"
     settings = parse({"brokers": "one:9092", "properties": {name: "open-it", "client.id": "me"}})
@@ -106,6 +123,30 @@ def test_a_registry_is_a_url_without_a_password(url: str) -> None:
     assert "secret" not in told.value.message + told.value.solution
 
 
+PLAIN = (("sasl.mechanism", "PLAIN"), ("sasl.password", "secret"))
+BASIC = (("basic.auth.user.info", "me:secret"),)
+
+
+@pytest.mark.parametrize(
+    ("properties", "registry", "registry_properties", "named"),
+    [
+        ((("security.protocol", "sasl_plaintext"), *PLAIN), None, (), ["the brokers"]),
+        ((("security.protocol", "SASL_SSL"), *PLAIN), None, (), []),
+        ((("security.protocol", "SASL_PLAINTEXT"), ("sasl.mechanisms", "SCRAM-SHA-256")), None, (), []),
+        ((), "http://one, https://two, HTTP://three", BASIC, ["http://one", "HTTP://three"]),
+        ((), "http://one", (("ssl.key.password", "secret"),), []),
+        ((), "https://two", BASIC, []),
+        ((), "http://one", (), []),
+    ],
+)
+def test_a_login_that_the_network_can_read_is_told(
+    properties: Properties, registry: str | None, registry_properties: Properties, named: list[str]
+) -> None:
+    found = readable_logins(properties, registry, registry_properties)
+    assert len(found) == len(named)
+    assert all(name in phrase for name, phrase in zip(named, found, strict=True))
+
+
 def test_properties_that_the_client_of_the_registry_does_not_know_are_told() -> None:
     with pytest.raises(ConfigError, match=r"no\.such\.thing"):
         Registry("http://127.0.0.1:1", (("no.such.thing", "x"),)).check()
@@ -132,6 +173,28 @@ def test_a_file_that_is_not_resolved_names_no_brokers() -> None:
     assert parse({"brokers": "${BROKERS}"}, resolve=False).brokers == "${BROKERS}"
     with pytest.raises(ConfigError, match=r"sink\.brokers is missing"):
         parse({})
+
+
+def test_messages_name_the_source_s_database_unless_the_file_names_another() -> None:
+    for format_, given, expected in (("debezium", None, "shop"), ("debezium", "other", "other"), ("json", None, "")):
+        database = {} if given is None else {"database": given}
+        sink = {"type": "kafka", "brokers": "one:9092", "format": format_, **database}
+        (settings,) = Pipeline.parse(document(sink=sink)).sinks
+        assert isinstance(settings, KafkaSettings)
+        assert settings.database == expected
+
+
+def test_a_single_table_may_have_a_topic_of_any_name() -> None:
+    settings = parse({"brokers": "one:9092", "topic": "orders"})
+    assert settings.topic_of("shop", "public", "orders") == "orders"
+    topics = TargetTopics(settings, "shop")
+    topics.require_apart([target("a")])
+    with pytest.raises(ConfigError, match="would share the topic orders"):
+        topics.require_apart([target("a"), target("b")])
+
+
+def target(name: str) -> Target:
+    return Target(Table(1, "public", name, (), ("id",), "d", None, (), "r", 0), "public", name)
 
 
 def test_topics_have_names_that_kafka_takes() -> None:

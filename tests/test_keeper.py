@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import subprocess
 import threading
 import time
@@ -106,6 +107,20 @@ class Kept:
         return ended
 
 
+def test_nobody_else_reads_the_output_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LOG_BYTES", 100)
+    before = os.umask(0)
+    try:
+        log = tmp_path / "job.log"
+        output = keeper.Output(log, [])
+        for _ in range(10):  # over the size at which it begins another file
+            output._keep("a line of a job" * 5)
+        output.finish()
+    finally:
+        os.umask(before)
+    assert [stat.filemode(file.stat().st_mode) for file in tmp_path.iterdir()] == ["-rw-------"] * 2
+
+
 def test_a_keeper_tells_how_a_job_ended_that_left_no_word(keep: Callable[[str], Kept], tmp_path: Path) -> None:
     kept = keep("echo the password is n0tTelling; exit 3")
 
@@ -158,7 +173,7 @@ def test_a_job_ends_with_its_keeper(state: State, keep: Callable[[str], Kept]) -
 
     lost = Lookout(state, kept.job.id).look().submission
     assert lost.error is not None
-    assert lost.error["message"].endswith("its processes have ended without a word")
+    assert f"its keeper, {job.keeper}, was killed" in lost.error["message"]
 
 
 def test_a_keeper_bears_a_state_that_is_out_of_reach_for_a_while(
@@ -166,7 +181,7 @@ def test_a_keeper_bears_a_state_that_is_out_of_reach_for_a_while(
 ) -> None:
     job = submitted(state)
     monkeypatch.setattr(State, "write", failing(State.write, times=2))
-    monkeypatch.setattr(State, "read", failing(State.read, times=2))
+    monkeypatch.setattr(State, "read_as", failing(State.read_as, times=2))
     log = str(tmp_path / "job.log")
     work = tmp_path / "work"
     work.mkdir()

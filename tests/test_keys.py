@@ -276,6 +276,7 @@ CHUNKS = 10_000
 SAMPLE = range(0, CHUNKS, 2500)
 
 
+@pytest.mark.thorough
 def test_ten_thousand_chunks_of_a_skewed_key(databases: Databases, tmp_path: Path) -> None:
     """All are planned and filtered by; a sample is copied by tasks, the others are read at once and marked finished."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 2})
@@ -297,7 +298,7 @@ def test_ten_thousand_chunks_of_a_skewed_key(databases: Databases, tmp_path: Pat
     with transaction(databases.source, *changes) as open_:
         pipeline.copy(*SAMPLE)
         open_.commit()
-    with connected(databases.source) as source:
+    with connected(databases.source, writes=True) as source:
         sampled = [range_condition(table, record.chunks[index].chunk).as_string(source) for index in SAMPLE]
         with source.cursor() as cursor:
             cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
@@ -335,7 +336,7 @@ def test_the_index_of_a_key_is_found_whatever_the_databases_collation_and_encodi
         columns = f'account int, "Zähler" text COLLATE {collation}, PRIMARY KEY ("Zähler", account)'
         execute(server.dsn(name), create, f'CREATE TABLE public."Größe" ({columns})')
         target = Target(replace(TABLE, key=("account", "Zähler")), "public", "Größe")
-        with connected(server.dsn(name)) as connection:
+        with connected(server.dsn(name), writes=True) as connection:
             key = TargetKey.of_all(connection, [target])[TABLE.label]
         assert [(column.type, column.collation) for column in key.columns] == [("integer", None), ("text", collation)]
         drop_database(server, name)

@@ -337,6 +337,7 @@ def test_a_snapshot_that_waits_is_asked_to_stop(databases: Databases, tmp_path: 
         assert readopt(run, record.targets[0]) == 20
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 def test_the_command_says_what_it_waits_for(pipeline: PipelineUnderTest) -> None:
     pipeline.change(stream={"restart": {"strategy": "none"}})

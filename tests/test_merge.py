@@ -199,7 +199,7 @@ def unknown(key: Key) -> Row:
 # Collapse against replay
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     key=st.sampled_from(sorted(KEYS)),
     full=st.sampled_from([False, False, True]),
@@ -453,7 +453,7 @@ class History:
             self.read_chunk(chunk)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     full=st.sampled_from([False, False, True]),
     base=NEAR_WRAP,

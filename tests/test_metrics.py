@@ -68,7 +68,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 def test_a_snapshot_and_a_stream_report(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the state alone is told which chunks run; a scrape tells what the stream has applied, table by table."""
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext(_LocalSpark()))
-    monkeypatch.setattr(session, "outliving", lambda _: nullcontext())
+    monkeypatch.setattr(session, "outliving", lambda *_: nullcontext())
     monkeypatch.setattr(run, "_BEAT_SECONDS", 0.01)
     pipeline.provision()
     state = State(pipeline.pipeline.state)
@@ -127,7 +127,7 @@ def test_chunks_that_wait_for_their_commit_are_shown_as_running(
 ) -> None:
     """All are read while a slow sink commits the first."""
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext(_LocalSpark()))
-    monkeypatch.setattr(session, "outliving", lambda _: nullcontext())
+    monkeypatch.setattr(session, "outliving", lambda *_: nullcontext())
     pipeline.provision()
     all_shown, commit = Event(), PostgresSink.commit_chunks
 

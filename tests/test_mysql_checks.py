@@ -8,10 +8,10 @@ import pytest
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import ConfigError, LoginRefused, Retry
 from airflow_cdc_provider.engine.findings import Finding
 from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.sinks.mysql.session import Address
+from airflow_cdc_provider.engine.sinks.mysql.session import Address, session
 from tests.conftest import SYSTEM_DATABASES, Databases
 from tests.mysql import MysqlPipeline, query
 
@@ -38,7 +38,7 @@ def test_a_section_is_read_and_hides_its_password() -> None:
     "dsn", ["postgresql://a@b/c", "mysql://b:1", "mysql://a:p@b:x/", "mysql://a:p@c@b", "mysql://a:p@b?x=y"]
 )
 def test_what_is_no_address_is_refused_without_being_shown(dsn: str) -> None:
-    with pytest.raises(ConfigError, match=r"sink\.dsn: the value is not valid"):
+    with pytest.raises(ConfigError, match=r"sink\.dsn: a text is not valid"):
         parse(dsn=dsn)
 
 
@@ -114,6 +114,15 @@ def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: Mariad
     assert found["sink loading"].warning
 
 
+@pytest.mark.parametrize("login", ["nobody_here:pw", "cdc:wrong"])
+def test_a_refused_login_is_not_tried_again(mariadb: MariadbServer, login: str) -> None:
+    dsn = f"mysql://{login}@127.0.0.1:{mariadb.port}/?ssl_mode=disabled"
+    with pytest.raises(LoginRefused) as refused, session(Address.parse(dsn)):
+        pass
+    assert refused.value.retry is Retry.FAIL
+    assert "wrong" not in refused.value.message
+
+
 def test_a_server_that_is_away_is_named_without_the_password(databases: Databases, tmp_path: Path) -> None:
     from airflow_cdc_provider.demo.servers import find_free_port
 
@@ -125,3 +134,34 @@ def test_a_server_that_is_away_is_named_without_the_password(databases: Database
     assert not finding.ok
     assert "cannot be reached" in finding.message
     assert "secret" not in finding.message
+
+
+def test_what_stands_in_the_way_at_a_target_is_named(
+    databases: Databases, mariadb: MariadbServer, tmp_path: Path
+) -> None:
+    query(mariadb, "CREATE DATABASE `copy`")
+    made = "id int NOT NULL PRIMARY KEY, body longtext"
+    cases = {
+        "generated": ("TABLE", "(id int NOT NULL PRIMARY KEY, body longtext GENERATED ALWAYS AS ('x') STORED)"),
+        "demanding": ("TABLE", f"({made}, theirs int NOT NULL)"),
+        "viewed": ("VIEW", "AS SELECT 1 AS id, '' AS body FROM DUAL WHERE false"),
+        "plain": ("TABLE", f"({made}, theirs int NOT NULL DEFAULT 1)"),
+    }
+    said = {
+        "generated": "column body is generated",
+        "demanding": "column theirs is not the source's, takes no NULL",
+        "viewed": "it is no table but a view",
+    }
+    for name, (kind, definition) in cases.items():
+        suffix = " CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin" if kind == "TABLE" else ""
+        query(mariadb, f"CREATE {kind} `copy`.{name} {definition}{suffix}")
+        pipeline = MysqlPipeline(tmp_path, databases, mariadb, [f"public.{name}"], sink={"schema": "copy"})
+        pipeline.source(f"CREATE TABLE public.{name} (id int PRIMARY KEY, body text)")
+        found = findings(pipeline)
+        assert found["target tables"].ok == (name == "plain"), name
+        assert said.get(name, "") in found["target tables"].message
+        assert not found["target code"].warning
+    query(mariadb, "CREATE TRIGGER `copy`.t BEFORE INSERT ON `copy`.plain FOR EACH ROW SET NEW.theirs = 2")
+    code = findings(pipeline)["target code"]
+    assert code.warning
+    assert "copy.plain has the trigger t (definer " in code.message

@@ -355,8 +355,23 @@ def test_keys_of_many_digits_are_not_taken_for_their_neighbours(
 def test_a_table_that_lacks_columns_is_refused(mariadb: MariadbServer) -> None:
     query(mariadb, "CREATE DATABASE `copy`")
     query(mariadb, "CREATE TABLE `copy`.`Ord ers` (id bigint PRIMARY KEY)")
-    with pytest.raises(ForeignTable, match=r"columns note, amount"):
+    with pytest.raises(ForeignTable, match=r"column note is missing.*column amount is missing"):
         prepared(mariadb)
+
+
+def test_a_table_with_narrower_types_is_refused_until_it_is_altered(mariadb: MariadbServer) -> None:
+    """With both types and the statement; wider ones pass."""
+    query(mariadb, "CREATE DATABASE `copy`")
+    query(mariadb, "CREATE TABLE `copy`.`Ord ers` (id int PRIMARY KEY, note varchar(20), amount decimal(20,2))")
+    query(mariadb, "ALTER TABLE `copy`.`Ord ers` CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin")
+    with pytest.raises(
+        ForeignTable, match=r"column id is int, and has to be BIGINT; column note is varchar\(20\)"
+    ) as e:
+        prepared(mariadb)
+    assert "column amount" not in e.value.message
+    statement = e.value.solution[e.value.solution.index("ALTER TABLE") :].rstrip(";")
+    query(mariadb, statement)
+    prepared(mariadb)
 
 
 def test_events_come_back_as_postgres_writes_them(mariadb: MariadbServer) -> None:

@@ -121,7 +121,7 @@ def copied(sink: MysqlSink, epoch: int, target: Target, values: Sequence[Sequenc
 
 @pytest.fixture
 def source(databases: Databases) -> Iterator[Connection]:
-    with connected(databases.source) as connection:
+    with connected(databases.source, writes=True) as connection:
         rows(connection, USERS)
         yield connection
 

@@ -84,11 +84,11 @@ BIG = "(SELECT string_agg(md5({} || '.' || i), '') FROM generate_series(1, 260) 
 def guarded(databases: Databases) -> Iterator[Databases]:
     """Databases with canaries, which live at the end, and have no new neighbours."""
     for dsn in (databases.source, databases.target):
-        with connected(dsn) as connection:
+        with connected(dsn, writes=True) as connection:
             rows(connection, "CREATE TABLE public.canary AS SELECT 'alive' AS canary")
     yield databases
     for dsn in (databases.source, databases.target):
-        with connected(dsn) as connection:
+        with connected(dsn, writes=True) as connection:
             assert rows(connection, "SELECT * FROM public.canary") == [("alive",)]
             assert rows(connection, "SELECT rolname FROM pg_roles WHERE rolname ~ 'pwned'") == []
 
@@ -111,7 +111,7 @@ def run(dsn: str, name: str, *statements: str) -> None:
         "v": sql.Literal(name),
         "w": sql.Literal(name[:20]),
     }
-    with connected(dsn) as connection:
+    with connected(dsn, writes=True) as connection:
         rows(connection, sql.SQL("; ").join(sql.SQL(text).format(**parts) for text in statements))
 
 
@@ -173,7 +173,7 @@ def test_columns_of_one_table(guarded: Databases, tmp_path: Path, mode: Mode) ->
     names = list(dict.fromkeys([*COLUMNS, *NAMES, *(META if mode == "mirror" else [])]))
     values = [*names[1:], names[0]]
     listed = sql.SQL(", ").join(sql.SQL("{} text").format(sql.Identifier(name)) for name in names)
-    with connected(guarded.source) as source:
+    with connected(guarded.source, writes=True) as source:
         rows(source, sql.SQL("CREATE TABLE public.t ({}, PRIMARY KEY (k0, o0, key))").format(listed))
         for i in range(3):
             given = sql.SQL(", ").join(sql.Literal(value + (str(i) if i else "")) for value in values)
@@ -215,7 +215,7 @@ def test_names_that_differ_in_case_only(guarded: Databases, tmp_path: Path) -> N
     names = ["case", "Case", "CASE", "casE"]
     for i, (schema, name) in enumerate(itertools.product(names[:2], names)):
         pipeline_table = pattern(schema, name)
-        with connected(guarded.source) as source:
+        with connected(guarded.source, writes=True) as source:
             rows(source, f"CREATE SCHEMA IF NOT EXISTS {pattern(schema)}")
             rows(source, f'CREATE TABLE {pipeline_table} (id int, "Id" int PRIMARY KEY, "ID" int)')
             rows(source, f"INSERT INTO {pipeline_table} VALUES ({i}, {i + 1}, {i + 2})")
@@ -236,7 +236,7 @@ def test_two_tables_that_messages_could_not_tell_apart(guarded: Databases, tmp_p
             f"CREATE SCHEMA {pattern(schema)}",
             f"CREATE TABLE {pattern(schema, name)} (id int PRIMARY KEY)",
         ):
-            with connected(guarded.source) as source:
+            with connected(guarded.source, writes=True) as source:
                 rows(source, statement)
     pipeline = PipelineUnderTest(tmp_path, guarded, [pattern("a", "b.c"), pattern("a.b", "c")])
     with pytest.raises(ConfigError, match=r"a\.b\.c"):
@@ -252,7 +252,7 @@ def slot_state(source: Connection, slot: str) -> SlotState:
 
 def test_publications(guarded: Databases) -> None:
     """Their names go through SQL and through the replication protocol, which quotes in its own way."""
-    with connected(guarded.source) as source:
+    with connected(guarded.source, writes=True) as source:
         rows(source, "CREATE TABLE public.t (id int PRIMARY KEY)")
         tables = resolve(source, (TableRule("public.t"),))
         for name in NAMES:
@@ -303,7 +303,7 @@ def test_the_longest_names(guarded: Databases, tmp_path: Path) -> None:
     pipeline.change(
         pipeline="p" * 40, source={"slot": "s" * 63, "publication": "Ü" * 31}, sink={"schema": "copy of {schema}"}
     )
-    with connected(guarded.source) as source:
+    with connected(guarded.source, writes=True) as source:
         rows(source, f"CREATE SCHEMA {long}; CREATE TABLE {long}.{long} (id int PRIMARY KEY)")
     with pytest.raises(ConfigError, match=r"sink\.schema.*71 bytes"):
         pipeline.provision()
@@ -361,7 +361,7 @@ def test_random_names_and_values(
         snapshot={"chunk_rows": 1},
     )
     try:
-        with connected(guarded.source) as source:
+        with connected(guarded.source, writes=True) as source:
             for statement in (
                 "CREATE SCHEMA {schema}",
                 "CREATE TYPE {kind} AS ENUM ({labels})",
@@ -401,5 +401,5 @@ def test_random_names_and_values(
     finally:
         commands.drop(pipeline.pipeline)
         for dsn in (guarded.source, guarded.target):
-            with connected(dsn) as connection:
+            with connected(dsn, writes=True) as connection:
                 rows(connection, cleanup)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,17 @@ from tests.airflow_support import connection_json, install_commands, write_pipel
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import GateClosed, SecondWriter, ServerNotReady, SparkUnusable
+from airflow_cdc_provider.engine.errors import (
+    ConnectionFailed,
+    GateClosed,
+    SecondWriter,
+    ServerNotReady,
+    SparkUnusable,
+)
+from airflow_cdc_provider.engine.findings import Finding
+from airflow_cdc_provider.engine.history import read_history
+from airflow_cdc_provider.engine.run import last_error
+from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.table import human_bytes
 from airflow_cdc_provider.hooks import spark_job
 from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator, CdcProvisionOperator, CdcVerifyOperator
@@ -59,14 +71,94 @@ def fail_with(error: Exception) -> Callable[..., Any]:
     return command
 
 
-def test_preflight_returns_the_findings(commands: Commands, pipeline: str) -> None:
-    findings = [
-        {"check": "wal_level", "ok": True, "message": "wal_level is logical."},
-        {"check": "keep", "ok": False, "message": "No limit is set.", "solution": "Set max_slot_wal_keep_size."},
-    ]
-    commands(preflight=lambda p: {"findings": findings})
+def preflight_finds(monkeypatch: pytest.MonkeyPatch, *found: Finding) -> None:
+    monkeypatch.setattr("airflow_cdc_provider.engine.preflight.preflight", lambda pipeline: found)
 
-    assert CdcPreflightOperator(task_id="t", pipeline=pipeline).execute({}) == {"findings": findings}
+
+def logged(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The messages that an operator has logged, as they stand on the console."""
+    return re.findall(r" \[(?:info|warning|error) *\] (.*?) *\[airflow\S+\] loc=pipeline.py", capsys.readouterr().out)
+
+
+def test_preflight_lists_and_returns_the_findings(
+    monkeypatch: pytest.MonkeyPatch, pipeline: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preflight_finds(
+        monkeypatch,
+        Finding("wal_level", True, "wal_level is logical."),
+        Finding("keep", True, "No limit is set.", warning=True),
+    )
+
+    result = CdcPreflightOperator(task_id="t", pipeline=pipeline).execute({})
+
+    assert [finding["check"] for finding in result["findings"]] == ["wal_level", "keep"]
+    assert logged(capsys) == ["✓ wal_level is logical.", "! No limit is set."]
+
+
+def test_preflight_shows_all_failures_with_one_traceback_and_leaves_them_to_the_page(
+    monkeypatch: pytest.MonkeyPatch, pipeline: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    level = ServerNotReady("wal_level is replica", f"Run: {'word ' * 30}`ALTER SYSTEM SET wal_level = 'logical'`.")
+    gone = ConnectionFailed("cannot connect to dw", "Start it.")
+    preflight_finds(
+        monkeypatch,
+        Finding("version", True, "The source is Postgres 17."),
+        Finding("sink", False, "cannot connect to dw.", gone),
+        Finding("wal_level", False, "wal_level is replica.", level),
+    )
+
+    with pytest.raises(AirflowFailException) as caught:  # as one of them needs a person
+        CdcPreflightOperator(task_id="t", pipeline=pipeline).execute({})
+
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1
+    head, *lines = str(caught.value).splitlines()
+    assert head == "2 of 3 checks failed."
+    assert lines[:3] == ["✗ cannot connect to dw.", "    Start it.", "✗ wal_level is replica."]
+    assert len(lines) == 5
+    assert all(len(line) <= 110 for line in lines)
+    assert logged(capsys) == ["✓ The source is Postgres 17.", *lines]
+    left = last_error(State(Pipeline.outline(pipeline).state))
+    assert left is not None
+    assert (left["kind"], left["message"]) == ("ServerNotReady", "2 of 3 checks failed")
+
+
+def test_what_a_task_fails_of_stands_in_the_state(commands: Commands, pipeline: str) -> None:
+    commands(
+        provision=fail_with(GateClosed("the slot is gone", "Resnapshot.")),
+        verify=fail_with(ServerNotReady("busy", "Wait.")),
+    )
+    state = State(Pipeline.outline(pipeline).state)
+
+    for operator in (CdcVerifyOperator, CdcProvisionOperator):
+        with pytest.raises(AirflowFailException):
+            operator(task_id="t", pipeline=pipeline).execute({})
+
+    told = [(error["part"], error["kind"]) for error in read_history(state)["errors"]]
+    left = last_error(state)
+    assert told == [("verify", "ServerNotReady"), ("provision", "GateClosed")]
+    assert left is not None
+    assert left["message"] == "the slot is gone"  # not that of a comparison, which no run depends on
+
+
+def test_what_another_run_is_in_the_way_of_does_not_touch_its_state(commands: Commands, pipeline: str) -> None:
+    commands(provision=fail_with(SecondWriter("another run is alive", "Wait for it.")))
+
+    with pytest.raises(AirflowException):
+        CdcProvisionOperator(task_id="t", pipeline=pipeline).execute({})
+
+    assert last_error(State(Pipeline.outline(pipeline).state)) is None
+
+
+def test_a_connection_that_is_missing_is_told_to_the_page(monkeypatch: pytest.MonkeyPatch, pipeline: str) -> None:
+    monkeypatch.delenv("AIRFLOW_CONN_SHOP_PG")
+
+    with pytest.raises(AirflowFailException, match="does not exist"):
+        CdcPreflightOperator(task_id="t", pipeline=pipeline).execute({})
+
+    left = last_error(State(Pipeline.outline(pipeline).state))
+    assert left is not None
+    assert "'shop_pg'" in left["message"]
 
 
 def test_provision_returns_what_the_engine_returned(commands: Commands, pipeline: str) -> None:
@@ -103,9 +195,7 @@ def test_an_error_is_retried_only_if_it_says_so(
     assert str(caught.value) == f"{error}.\n{error.solution}"  # type: ignore[attr-defined]
 
 
-def test_a_wrong_pipeline_file_is_not_retried(commands: Commands, tmp_path: Path) -> None:
-    commands(preflight=fail_with(AssertionError("was called")))
-
+def test_a_wrong_pipeline_file_is_not_retried(tmp_path: Path) -> None:
     with pytest.raises(AirflowFailException, match="cannot be read"):
         CdcPreflightOperator(task_id="t", pipeline=str(tmp_path / "none.yaml")).execute({})
 
@@ -192,19 +282,37 @@ def test_a_wrong_spark_connection_is_an_error_before_anything_is_begun(
     stored: dict[str, Any] = {}
 
     with pytest.raises(AirflowFailException, match=message):
-        operator.execute({"task_state_store": stored, "ti": SimpleNamespace(max_tries=0)})  # type: ignore[typeddict-item]
+        operator.execute({"task_state_store": stored, "ti": SimpleNamespace(max_tries=0, try_number=1)})  # type: ignore[typeddict-item]
 
     assert not stored
-    assert not (tmp_path / "state").exists()
+    assert not (tmp_path / "state" / "submissions").exists()
 
 
 @pytest.mark.parametrize(
-    ("until", "argument"), [("caught-up", "caught-up"), ("caught_up", "caught-up"), ("0/1F", "lsn:0/1F")]
+    ("until", "argument"),
+    [
+        ("caught up", "caught-up"),
+        ("caught-up", "caught-up"),
+        ("caught_up", "caught-up"),
+        ("forever", "forever"),
+        ("stopped", "forever"),
+        ("0/1F", "lsn:0/1F"),
+        ("lsn:0/1F", "lsn:0/1F"),
+    ],
 )
-def test_a_bare_lsn_is_an_end_of_the_stream(until: str, argument: str) -> None:
+def test_an_end_of_the_stream_may_be_said_in_many_ways(until: str, argument: str) -> None:
     operator = CdcStreamOperator(task_id="t", pipeline="p", epoch=7, until=until)
 
     assert operator.command_arguments() == ["--until", argument]
+
+
+def test_an_end_that_is_none_is_refused_before_anything_is_begun(pipeline: str, tmp_path: Path) -> None:
+    operator = CdcStreamOperator(task_id="t", pipeline=pipeline, until="noon")
+
+    with pytest.raises(AirflowFailException, match="'noon' is not valid"):
+        operator.execute({"task_state_store": {}, "ti": SimpleNamespace(max_tries=0, try_number=1)})  # type: ignore[typeddict-item]
+
+    assert not (tmp_path / "state" / "submissions").exists()
 
 
 def test_spark_submit_is_that_of_the_installed_pyspark_when_path_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:

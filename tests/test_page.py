@@ -7,7 +7,8 @@ import json
 import shutil
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,21 @@ from airflow.api_fastapi.core_api.datamodels.plugins import PluginResponse
 from fastapi.testclient import TestClient
 
 from airflow_cdc_provider import __version__
+from airflow_cdc_provider.engine import submission
 from airflow_cdc_provider.engine.history import extended
 from airflow_cdc_provider.engine.ledger import write_ledger
 from airflow_cdc_provider.engine.run import request_stop
+from airflow_cdc_provider.engine.slot import SlotState
 from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
 from airflow_cdc_provider.engine.submission import Submission
 from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.plugins import cdc
 from airflow_cdc_provider.plugins.api import STATIC, Pipelines, make_app
-from airflow_cdc_provider.plugins.overview import CELLS, condition, describe, summarize, wants_poll
+from airflow_cdc_provider.plugins.ledgers import CELLS, Ledger, TableChunks
+from airflow_cdc_provider.plugins.overview import condition, describe, summarize, wants_poll
 from airflow_cdc_provider.plugins.pipeline_files import find_pipelines, read_pipeline
 from airflow_cdc_provider.plugins.reports import Report, Reports, read_report
-from airflow_cdc_provider.plugins.slot_polls import SlotPolls
+from airflow_cdc_provider.plugins.slot_polls import Poll, SlotPolls
 from airflow_cdc_provider.plugins.spark_ui import SparkJob, address_of, explain, page
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, PipelineUnderTest
@@ -128,13 +132,92 @@ def test_files_are_found_in_a_folder_or_by_a_glob_and_wrong_ones_say_why(tmp_pat
         (Report((beat("snapshot-0"), beat("stream", GONE))), "snapshotting"),
         (Report((beat(restart={"error": ERROR}),)), "restarting"),
         (Report((beat(ended=True),)), "stopped"),
-        (Report((beat(ended=True),), error=ERROR), "failed"),
-        (Report((beat(owner=GONE),)), "lost"),
-        (Report((beat(owner=GONE, epoch=1), beat("stream", GONE, True, epoch=2))), "stopped"),
+        (Report((beat(ended=True),), error=ERROR), "needs attention"),
+        (Report(error=ERROR), "needs attention"),
+        (Report((beat(ended=True),), error=ERROR, starting=True), "starting"),
+        (Report((beat(),), error=ERROR), "streaming"),
     ],
 )
 def test_the_state_of_a_pipeline_in_a_word(report: Report, expected: str) -> None:
     assert condition(report) == expected
+
+
+def test_a_job_that_begins_and_one_that_is_lost_are_told_from_the_state(tmp_path: Path) -> None:
+    pipeline = read_pipeline(write_file(tmp_path, "shop")).pipeline
+    assert pipeline is not None
+    state = State(pipeline.state)
+    write_heartbeat(state, beat(owner=GONE))
+
+    assert condition(report := read_report(pipeline)) == "needs attention"
+    assert report.error is not None
+    assert report.error["kind"] == "JobLost"
+
+    submission.write(state, replace(Submission.new("shop", "stream", ["stream"]), keeper=THIS))
+    assert condition(read_report(pipeline)) == "starting"  # so that nobody resumes it
+
+
+@pytest.mark.parametrize(
+    ("slot", "mode", "said"),
+    [
+        (None, "initial", "no replication slot airflow_cdc_shop"),
+        (None, "only", None),
+        ({"wal_status": "lost"}, "initial", "has removed log"),
+        ({"wal_status": "reserved"}, "initial", None),
+    ],
+)
+def test_a_pipeline_whose_slot_is_gone_needs_attention(
+    tmp_path: Path, slot: dict[str, str] | None, mode: str, said: str | None
+) -> None:
+    file = read_pipeline(write_file(tmp_path, "shop", snapshot={"mode": mode}))
+    state = None if slot is None else SlotState("pgoutput", "shop", False, None, 0x100, 0x180, slot["wal_status"], 0)
+
+    line = summarize(file, Report((beat(ended=True),)), Poll(time.time(), state), time.time())
+
+    assert line["state"] == ("needs attention" if said else "stopped")
+    assert (line["error"] is not None) is (said is not None)
+    if said:
+        assert said in line["error"]["message"]
+        assert "`airflow-cdc resnapshot --all`" in line["error"]["solution"]
+        assert line["error"]["solution"].endswith("In Airflow, trigger the Dag `cdc_resnapshot` with Everything.")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "culprit"),
+    [
+        ("jobs/stream.json", {**asdict(beat()), "progress": {"slot": {"odd": 1}}}, "jobs/stream.json"),
+        ("jobs/stream.json", {**asdict(beat()), "progress": {"chunks": 1}}, "jobs/stream.json"),
+        ("jobs/stream.json", {**asdict(beat()), "progress": {"slot": 5}}, None),
+        ("jobs/stream.json", [1, 2], None),
+        ("ledger.json", {"epoch": 1, "chunks": 7}, None),
+    ],
+)
+def test_an_odd_file_in_a_state_takes_down_no_other_pipeline(
+    pipelines: Pipelines, tmp_path: Path, name: str, content: Any, culprit: str | None
+) -> None:
+    for pipeline in ("odd", "sound"):
+        write_file(tmp_path, pipeline)
+        write_heartbeat(State(str(tmp_path / "states" / pipeline)), beat())
+    (tmp_path / "states" / "odd" / name).write_text(json.dumps(content))
+
+    told = {line["name"]: line for line in pipelines.all(Anybody())}  # type: ignore[arg-type]
+
+    assert told["sound"]["state"] == "streaming"
+    described = pipelines.describe(read_pipeline(tmp_path / "odd.yaml"))
+    if culprit is None:  # such a file counts as none
+        assert told["odd"]["state"] in ("streaming", "new")
+    else:
+        assert (told["odd"]["state"], described["state"]) == ("unreadable", "unreadable")
+        assert f"states/odd/{culprit} is of a shape" in told["odd"]["error"]["message"]
+
+
+class Anybody:
+    """Somebody who may see all pipelines."""
+
+    def visible(self, name: str) -> bool:
+        return True
+
+    def own(self, name: str) -> None:
+        return None
 
 
 def test_a_state_of_which_the_page_cannot_know_the_place_is_told(tmp_path: Path) -> None:
@@ -174,13 +257,37 @@ def test_chunks_stand_in_a_bounded_grid_with_those_that_jobs_have_told_of(tmp_pa
         running_chunks=[["public.small", 3, 3]],
     )
 
-    told = describe(file, Report((job,), ledger={"epoch": 1, "chunks": chunks}), None, time.time())
+    told = describe(file, Report((job,), ledger=Ledger.of({"epoch": 1, "chunks": chunks})), None, time.time())
 
     large, small = told["tables"]
     assert len(large["cells"]) <= CELLS
     assert (large["chunks"], large["finished"]) == (1000, 2)
     assert [(cell["done"], cell["running"]) for cell in small["cells"]] == [(1, False)] * 3 + [(0, True)]
     assert (told["snapshot"]["finished"], told["snapshot"]["eta"]) == (1, 9)
+
+
+def test_a_ledger_is_divided_once_for_all_who_look(
+    pipelines: Pipelines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = read_pipeline(write_file(tmp_path, "shop"))
+    state = State(str(tmp_path / "states" / "shop"))
+    chunk = {"table": "public.t", "index": 0, "lower": None, "upper": None, "finished": False, "rows": 0}
+    divided: list[str] = []
+    of = TableChunks.of
+    monkeypatch.setattr(TableChunks, "of", lambda table, chunks: divided.append(table) or of(table, chunks))
+
+    def finished() -> int:
+        return int(pipelines.describe(file)["tables"][0]["finished"])
+
+    state.write("ledger.json", {"epoch": 1, "chunks": [chunk]})
+    assert [finished() for _ in range(3)] == [0, 0, 0]
+    assert divided == ["public.t"]
+    write_heartbeat(state, beat("snapshot-0", finished_chunks=[["public.t", 0, 0]]))
+    assert finished() == 1  # as jobs tell
+    assert divided == ["public.t"]
+    state.write("ledger.json", {"epoch": 2, "chunks": [chunk | {"finished": True}]})
+    assert finished() == 1
+    assert divided == ["public.t"] * 2
 
 
 def test_two_hundred_pipelines_take_a_few_reads_each_and_none_again_at_once(
@@ -194,13 +301,13 @@ def test_two_hundred_pipelines_take_a_few_reads_each_and_none_again_at_once(
     for i in range(1, 200):
         shutil.copytree(tmp_path / "states" / "p0", tmp_path / "states" / f"p{i}")
     reads: Counter[str] = Counter()
-    read = State.read
+    read = State.read_as
 
-    def counting(self: State, name: str) -> dict[str, Any] | None:
+    def counting(self: State, name: str, parse: Callable[[dict[str, Any]], Any]) -> Any:
         reads[name] += 1
-        return read(self, name)
+        return read(self, name, parse)
 
-    monkeypatch.setattr(State, "read", counting)
+    monkeypatch.setattr(State, "read_as", counting)
     files, reports = find_pipelines(str(tmp_path)), Reports()
 
     found = reports.of(files)
@@ -212,7 +319,7 @@ def test_two_hundred_pipelines_take_a_few_reads_each_and_none_again_at_once(
 
 # -- what Spark shows --------------------------------------------------------------------------------
 
-BEGUN = Submission.new("shop", "stream", ["stream"])
+BEGUN = replace(Submission.new("shop", "stream", ["stream"]), hosts=["driver"])
 ENDED = replace(BEGUN, ended_at=1.0)
 UI = "http://driver:4040"
 HISTORY = "https://history/spark/"
@@ -224,6 +331,8 @@ HISTORY = "https://history/spark/"
         (SparkJob(BEGUN, None), "has not begun yet", "has not begun yet"),
         (SparkJob(BEGUN, beat()), "has not begun yet", "has not begun yet"),
         (SparkJob(BEGUN, replace(beat(), application="app-1", ui=UI)), UI, UI),
+        (SparkJob(BEGUN, replace(beat(), application="app-1", ui="http://elsewhere:4040")), "Nobody", None),
+        (SparkJob(None, replace(beat(), application="app-1", ui=UI)), "says that its UI is at", None),
         (SparkJob(None, replace(beat(), application="app-1")), "without a UI", f"{HISTORY}history/app-1/"),
         (SparkJob(None, replace(beat(), application="app-1", ui="javascript:alert(1)")), "without a UI", None),
         (
@@ -241,7 +350,7 @@ HISTORY = "https://history/spark/"
 def test_a_browser_is_sent_to_the_spark_of_a_job(job: SparkJob, live: str, later: str | None) -> None:
     """Without a history server and with one."""
     for server, expected in (("", live), ("ftp://history", live), (HISTORY, later or f"{HISTORY}history/app-1/")):
-        told = address_of(job, server) or explain(job)[0]
+        told = address_of(job, server) or " ".join(explain(job))
         assert told == expected if "//" in expected else expected in told
 
 

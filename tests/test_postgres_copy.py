@@ -31,7 +31,7 @@ ROWS = st.lists(st.tuples(TEXTS, st.none() | st.binary(), st.none() | st.lists(T
 def servers(source_server: PostgresServer, target_server: PostgresServer) -> Iterator[tuple[str, Connection]]:
     """The address of one server and a connection to the other, both with a table for the rows."""
     columns = "n int, a text, b bytea, c text[]"
-    with connected(source_server.dsn()) as source, connected(target_server.dsn()) as target:
+    with connected(source_server.dsn(), writes=True) as source, connected(target_server.dsn(), writes=True) as target:
         with source.cursor() as cursor:
             cursor.execute(f"CREATE TABLE public.copied_rows ({columns})")
         with target.cursor() as cursor:
@@ -54,7 +54,7 @@ def test_what_one_server_writes_the_other_reads(
 ) -> None:
     dsn, target = servers
     numbered = [(n, *row) for n, row in enumerate(rows)]
-    with connected(dsn) as source, source.cursor() as cursor:
+    with connected(dsn, writes=True) as source, source.cursor() as cursor:
         cursor.execute("TRUNCATE public.copied_rows")
         for row in numbered:
             cursor.execute("INSERT INTO public.copied_rows VALUES (%s, %s, %s, %s)", row)
@@ -146,7 +146,7 @@ def test_values_of_all_types_pass_in_the_binary_format(
     names = [f"c{n}" for n in range(len(VALUES))]
     texts = ", ".join(f"format('%s', {name})" for name in names)
     shown = f"SELECT {texts} FROM public.typed ORDER BY n"
-    with connected(source_dsn) as source, connected(target_dsn) as target:
+    with connected(source_dsn, writes=True) as source, connected(target_dsn, writes=True) as target:
         for connection in (source, target):
             with connection.cursor() as cursor:
                 cursor.execute(f"DROP TABLE IF EXISTS public.typed; CREATE TABLE public.typed (n int, {columns})")
@@ -175,7 +175,7 @@ def test_only_the_very_types_pass_in_the_binary_format(databases: Databases) -> 
     """A number would be taken for a date, and what a later version writes for something else."""
     int4, text, money, interval, xml = 23, 25, 790, 1186, 142
     table = sql.Identifier("public", "Typed")
-    with connected(databases.target) as target, target.cursor() as cursor:
+    with connected(databases.target, writes=True) as target, target.cursor() as cursor:
         cursor.execute('CREATE TABLE public."Typed" (a int, b date, c bigint, d text, m money, i interval, x xml)')
         assert takes_binary(target, table, {"d": text, "a": int4})
         for name in ("b", "c", "d", "none"):
@@ -195,7 +195,7 @@ def test_large_rows_are_copied_like_others(databases: Databases, monkeypatch: py
     batch = pa.RecordBatch.from_arrays(
         [pa.array(texts, pa.large_string()), pa.array(texts), pa.array(numbers), pa.array(flags)], names=list("abcd")
     )
-    with connected(databases.target) as connection, connection.cursor() as cursor:
+    with connected(databases.target, writes=True) as connection, connection.cursor() as cursor:
         cursor.execute("CREATE TABLE public.c (n serial, a text, b text, c int, d bool)")
         table = sql.Identifier("public", "c")
         assert copy_batches(connection, table, list("abcd"), iter([batch, batch.slice(3, 2)])) == 10

@@ -19,7 +19,7 @@ from psycopg.rows import dict_row
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.ahead import Ahead
 from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, StagingLost
+from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, StagingLost, StreamFailed
 from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
@@ -197,7 +197,7 @@ def test_a_unit_in_the_midst_of_which_another_run_takes_over_is_not_there(
         with pytest.raises(Fenced):
             begun.piece(begun.put("2", "zombie", "2.00"), index=1)
 
-    with pytest.raises(psycopg2.Error, match=r"server closed the connection|terminating connection"):
+    with pytest.raises(StreamFailed, match=r"server closed the connection|terminating connection"):
         begun.sink.commit_as_staged(begun.epoch, 100, 200, pieces())
     assert begun.rows() == []
     assert begun.record.applied == 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from tests.conftest import Databases, ServerMaker
 ORDERS = "CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY, body text)"
 RECORDS = """
 CREATE SCHEMA airflow_cdc;
-CREATE TABLE airflow_cdc.tables (pipeline text, source_table text, target_schema text, target_table text);
+CREATE TABLE airflow_cdc.tables (pipeline text, source_table text, target_schema text, target_table text,
+    definition jsonb);
 """
 
 
@@ -65,7 +67,7 @@ def role(source_server: PostgresServer, target_server: PostgresServer, databases
 
 
 def run(dsn: str, statement: str) -> None:
-    with connected(dsn) as connection:
+    with connected(dsn, writes=True) as connection:
         rows(connection, statement)
 
 
@@ -110,7 +112,7 @@ def test_a_pipeline_that_can_run(document: dict[str, Any], databases: Databases,
     assert all(finding.message.endswith((".", ").")) for finding in findings.values())
     assert list(tmp_path.iterdir()) == []
     for dsn, schemas in ((databases.source, {"shop"}), (databases.target, set())):
-        with connected(dsn) as connection:
+        with connected(dsn, writes=True) as connection:
             query = "SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_|^public$|^information_schema$'"
             assert {name for (name,) in rows(connection, query)} == schemas
             assert scalar(connection, "SELECT count(*) FROM pg_publication") == 0
@@ -328,7 +330,7 @@ def test_the_statement_for_a_publication(document: dict[str, Any], databases: Da
         "shop.parts",
     ]
     pipeline = Pipeline.parse(document)
-    with connected(databases.source) as connection:
+    with connected(databases.source, writes=True) as connection:
         tables = resolve(connection, pipeline.source.tables)
         statement = publication_sql(connection, pipeline.source.publication, tables)
         assert statement == (
@@ -357,7 +359,7 @@ def test_rules_of_columns_and_rows_need_postgres_15(document: dict[str, Any], da
             return getattr(self._connection, name)
 
     document["source"]["tables"] = [{"table": "shop.orders", "where": "id > 0"}]
-    with connected(databases.source) as connection:
+    with connected(databases.source, writes=True) as connection:
         tables = resolve(connection, Pipeline.parse(document).source.tables)
         with pytest.raises(ConfigError, match="Postgres 15"):
             publication_sql(Older(connection), "p", tables)  # type: ignore[arg-type]
@@ -384,7 +386,10 @@ def test_target_tables(document: dict[str, Any], databases: Databases) -> None:
     assert check(document, sink__schema="copy_of_{schema}")["target tables"].ok
 
     run(databases.target, RECORDS)
-    run(databases.target, "INSERT INTO airflow_cdc.tables VALUES ('shop', 'shop.orders', 'shop', 'orders')")
+    with connected(databases.source) as source, connected(databases.target, writes=True) as target:
+        (table,) = resolve(source, Pipeline.parse(document).source.tables)
+        statement = "INSERT INTO airflow_cdc.tables VALUES ('shop', 'shop.orders', 'shop', 'orders', %s)"
+        rows(target, statement, [json.dumps(table.to_dict())])
     assert check(document)["target tables"].ok
     assert (
         "belongs to pipeline 'shop'"
@@ -406,7 +411,8 @@ def test_state_locations(document: dict[str, Any], tmp_path: Path) -> None:
 
     for state in (f"file://{blocked}", f"file://{blocked}/below", "file:///proc/state", "nosuch://bucket/x"):
         refused(check(document, state=state), "state", StateUnwritable)
-    for state in (f"{tmp_path}/a b/c", "memory://somewhere/deep", f"file://{tmp_path}"):
+    refused(check(document, state=f"file://{tmp_path}"), "state", ConfigError)
+    for state in (f"{tmp_path}/a b/c", "memory://somewhere/deep"):
         assert check(document, state=state)["state"].ok
     assert list(tmp_path.iterdir()) == [blocked]
 
@@ -417,7 +423,7 @@ def test_a_column_that_has_just_gone_is_not_what_a_publication_hides(
 ) -> None:
     run(databases.source, "CREATE PUBLICATION airflow_cdc_shop FOR TABLE ONLY shop.orders")
     pipeline = Pipeline.parse(document)
-    with connected(databases.source) as source:
+    with connected(databases.source, writes=True) as source:
         captured = resolve(source, pipeline.source.tables)
         run(databases.source, f"ALTER TABLE shop.orders {change}")
         assert published_otherwise(source, "airflow_cdc_shop", captured) == ([], [])

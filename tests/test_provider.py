@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -68,7 +69,8 @@ def test_the_info_is_valid_for_airflow() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["integrations", "operators", "sensors", "triggers", "hooks", "connection-types", "extra-links"]
+    "key",
+    ["integrations", "operators", "sensors", "triggers", "hooks", "connection-types", "extra-links"],
 )
 def test_each_part_of_the_info_is_valid_for_the_stricter_schema_of_providers(key: str) -> None:
     jsonschema.validate(info()[key], schema("provider.yaml.schema.json")["properties"][key])
@@ -81,6 +83,17 @@ def test_the_package_name_is_that_of_the_distribution() -> None:
     assert info()["package-name"] == setup["metadata"]["name"]
     entry_point = "provider_info = airflow_cdc_provider.get_provider_info:get_provider_info"
     assert entry_point in setup["options.entry_points"]["apache_airflow_provider"]
+
+
+def test_the_licence_and_who_stands_for_the_package_are_told() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+
+    for name in setup["metadata"]["license_files"].split():
+        assert (ROOT / name).read_text(encoding="utf-8").strip()
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert setup["metadata"]["author"]
+    assert "Documentation = https://" in setup["metadata"]["project_urls"]
 
 
 def test_the_info_imports_nothing() -> None:
@@ -312,7 +325,7 @@ def test_a_missing_connection_and_one_of_another_type_are_named(monkeypatch: pyt
 
     with pytest.raises(ConfigError, match="'nowhere' does not exist") as missing:
         PostgresCdcHook("nowhere").get_uri()
-    with pytest.raises(ConfigError, match="of type 'http'"):
+    with pytest.raises(ConfigError, match="of type 'http', not postgres_cdc or postgres"):
         PostgresCdcHook("lake").get_uri()
 
     assert "AIRFLOW_CONN_NOWHERE" in missing.value.solution
@@ -338,6 +351,48 @@ def test_the_connection_works_as_a_session(monkeypatch: pytest.MonkeyPatch, data
         cursor.execute("SELECT 1")
         assert cursor.fetchone() == (1,)
     connection.close()
+
+
+def as_target(dsn: str) -> str:
+    server = urlsplit(dsn)
+    given = {"host": server.hostname, "port": server.port, "login": server.username, "schema": server.path[1:]}
+    return connection_json(conn_type="postgres_cdc", **given, extra={"use": "target"})
+
+
+def test_a_target_is_tested_as_a_target(monkeypatch: pytest.MonkeyPatch, make_server: ServerMaker) -> None:
+    server = make_server(settings={"wal_level": "replica", "max_replication_slots": "0"})
+    monkeypatch.setenv("AIRFLOW_CONN_DW_PG", as_target(server.dsn()))
+
+    passed, text = PostgresCdcHook("dw_pg").test_connection()
+
+    assert passed, text
+    assert "Schemas and tables can be created and written in the sink." in text
+    assert "wal_level" not in text
+
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute("CREATE ROLE reader LOGIN")
+    monkeypatch.setenv("AIRFLOW_CONN_DW_PG", as_target(server.dsn().replace("postgres@", "reader@")))
+
+    passed, text = PostgresCdcHook("dw_pg").test_connection()
+
+    assert not passed
+    assert "role reader may not, in the sink: create schema airflow_cdc" in text
+
+
+@pytest.mark.parametrize("conn_type", ["generic", "sqlite"])
+@pytest.mark.parametrize("conn_id", ["shop_pg", "warehouse_pg"])
+def test_a_connection_of_another_type_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, conn_id: str, conn_type: str
+) -> None:
+    for each in ("shop_pg", "warehouse_pg"):
+        kind = conn_type if each == conn_id else "postgres"
+        monkeypatch.setenv(f"AIRFLOW_CONN_{each.upper()}", connection_json(conn_type=kind, host="db", schema="shop"))
+
+    with pytest.raises(ConfigError, match=rf"{conn_id}', named by \w+\.conn_id, is of type '{conn_type}'") as refused:
+        load_pipeline(write_pipeline(tmp_path))
+
+    assert f"`airflow connections add {conn_id} --conn-uri postgres-cdc://" in refused.value.solution
+    assert ("stores `generic`" in refused.value.solution) is (conn_type == "generic")
 
 
 def test_every_obstacle_on_a_server_is_named(monkeypatch: pytest.MonkeyPatch, make_server: ServerMaker) -> None:

@@ -412,6 +412,7 @@ def test_a_step_is_carried_out_before_the_record_tells_of_it(sink: Numbers) -> N
 def test_a_step_that_was_decided_is_carried_out_once_by_whoever_comes_next(
     sink: Numbers, place_: str, next_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("airflow_cdc_provider.engine.sinks.lake.record._PATIENCE", 1.0)  # nobody is at the step
     epoch = sink.take_epoch("me")
     monkeypatch.setenv(VARIABLE, f"{place_}:error")
     with pytest.raises(Failpoint):

@@ -65,7 +65,7 @@ def context(day: int | None = None, max_tries: int = 0, store: Store | None = No
         {} if day is None else {"data_interval_start": FIRST + day * DAY, "data_interval_end": FIRST + (day + 1) * DAY}
     )
     return {
-        "ti": SimpleNamespace(max_tries=max_tries),
+        "ti": SimpleNamespace(max_tries=max_tries, try_number=1),
         "task_state_store": Store() if store is None else store,
         **interval,
     }
@@ -252,19 +252,20 @@ def test_what_failed_for_now_is_asked_for_again(pipeline: PipelineUnderTest, ret
 def test_a_state_that_cannot_be_read_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triggers, "LOOK_SECONDS", 0.05)
     path = tmp_path / "state" / "outcomes" / "r.json"
-    path.mkdir(parents=True)  # in the place of a file
+    path.parent.mkdir(parents=True)
+    path.symlink_to(path)  # which nobody can read
     trigger = RequestTrigger(str(tmp_path / "state"), "r")
 
     async def mended() -> dict[str, Any]:
         waiting = asyncio.create_task(anext(trigger.run()))  # type: ignore[arg-type]
         await asyncio.sleep(0.5)
-        path.rmdir()
-        path.write_text("{}")
+        path.unlink()
+        path.write_text('{"rows": {}, "ended_at": 1.0}')
         return dict((await asyncio.wait_for(waiting, 60)).payload)
 
     assert asyncio.run(mended())["status"] == "ended"
     path.unlink()
-    path.mkdir()
+    path.symlink_to(path)
     monkeypatch.setattr(triggers, "PATIENCE_SECONDS", 0.0)
     with pytest.raises(StateUnwritable):
         first_event(trigger)

@@ -32,7 +32,7 @@ EVENTS = """
 
 @pytest.fixture
 def session(databases: Databases) -> Iterator[Session]:
-    with connected(databases.source) as source, connected(databases.target) as target:
+    with connected(databases.source, writes=True) as source, connected(databases.target, writes=True) as target:
         yield Session(source, target)
 
 
@@ -78,7 +78,7 @@ def test_arrays_have_the_text_that_postgres_gives_them(
     width = max(map(len, values))
     padded = [[*row, *[None] * (width - len(row))] for row in values]
     texts = array_texts([pa.array(column, kind) for column in zip(*padded, strict=True)]).to_pylist()
-    with connected(databases.source) as connection:
+    with connected(databases.source, writes=True) as connection:
         for row, text in zip(padded, texts, strict=True):
             assert rows(connection, "SELECT %s::text[]::text", [row]) == [(text,)]
             if None not in row:
@@ -129,7 +129,7 @@ def test_a_changelog_adds_up_to_its_rows(session: Session) -> None:
 def test_sources_in_other_encodings_hash_alike(session: Session, databases: Databases) -> None:
     rows(session.source, "CREATE DATABASE latin TEMPLATE template0 ENCODING 'LATIN1' LOCALE 'C'")
     try:
-        with connected(databases.source.rpartition("/")[0] + "/latin") as source:
+        with connected(databases.source.rpartition("/")[0] + "/latin", writes=True) as source:
             latin = Session(source, session.target)
             latin.both("CREATE TABLE public.t (id text PRIMARY KEY)", "INSERT INTO public.t VALUES ('ö'), ('a')")
             assert compare(latin, latin.pair()).equal

@@ -182,7 +182,7 @@ def test_a_run_shows_no_password(
     assert pipeline.target_rows("SELECT count(*) FROM public.t") == [(100,)]
     # Pipeline file, state, checkpoint, output of the command with Spark's log, event log, temporary files.
     assert (pipeline.state / "checkpoint").is_dir()
-    assert len(list((tmp_path / "events").iterdir())) == 2
+    assert list((tmp_path / "events").iterdir())
     assert_clean_files(tmp_path)
     assert_clean_files(temporary)
     assert_clean("the server's log", server.log_file.read_bytes())

@@ -207,7 +207,6 @@ def test_the_dag_every_minute() -> None:
     for name, param in ((name, dag.params.get_param(name)) for name in dag.params):
         schema = param.schema
         assert schema["title"], name
-        assert schema["section"], name
         assert param.description or schema.get("description_md"), name
     assert dag.params["drop_beyond"] is None
     with pytest.raises(ParamValidationError):

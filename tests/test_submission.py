@@ -23,7 +23,16 @@ from airflow.sdk.exceptions import AirflowException, TaskDeferred
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
 from airflow_cdc_provider.engine import cli, lookout, submission
-from airflow_cdc_provider.engine.errors import ExitCode, Fenced, SecondWriter, SparkLost, StateUnwritable
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ExitCode,
+    Fenced,
+    GateClosed,
+    SecondWriter,
+    SparkLost,
+    StateUnwritable,
+    StreamFailed,
+)
 from airflow_cdc_provider.engine.lookout import PATIENCE_SECONDS, Lookout, patience
 from airflow_cdc_provider.engine.run import refuse_second_writer, request_stop
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Owner, State, read_heartbeats, write_heartbeat
@@ -206,7 +215,7 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cdc
 def context() -> Any:
     stored: dict[str, Any] = {}
     store = SimpleNamespace(get=stored.get, set=lambda key, value, retention: stored.update({key: value}))
-    return {"task_state_store": store, "ti": SimpleNamespace(max_tries=1)}
+    return {"task_state_store": store, "ti": SimpleNamespace(max_tries=1, try_number=1)}
 
 
 def begin(operator: CdcStreamOperator, context: Any, state: State) -> Submission:
@@ -373,6 +382,24 @@ def test_a_driver_that_a_cluster_begins_too_late_does_nothing(
     assert (ended.error["kind"], ended.error["retry"]) == ("JobLost", "retry")
 
 
+@pytest.mark.parametrize(
+    ("keeper", "error", "kind"),
+    [
+        (DEAD, StreamFailed("Connection refused", "Start again."), "JobLost"),
+        (DEAD, GateClosed("the slot is gone", "Resnapshot."), "GateClosed"),
+        (HERE, StreamFailed("Connection refused", "Start again."), "StreamFailed"),
+    ],
+)
+def test_what_breaks_when_the_keeper_is_killed_is_said_to_be_that(
+    state: State, monkeypatch: pytest.MonkeyPatch, keeper: Owner, error: CdcError, kind: str
+) -> None:
+    job = submitted(state, keeper=keeper)
+    monkeypatch.setenv(submission.VARIABLE, job.id)
+    monkeypatch.setenv(submission.STATE_VARIABLE, state.url)
+
+    assert submission.cause_of(error).kind == kind
+
+
 # -- silence -------------------------------------------------------------------------------------------
 
 
@@ -433,7 +460,7 @@ def test_what_cannot_be_heard_is_no_silence(state: State, monkeypatch: pytest.Mo
     watch.look()
     now += STALE_SECONDS - 1
     with monkeypatch.context() as broken:
-        broken.setattr(State, "read", failing(State.read, times=1))
+        broken.setattr(State, "read_as", failing(State.read_as, times=1))
         with pytest.raises(StateUnwritable):
             watch.look()
     now += STALE_SECONDS
@@ -451,7 +478,7 @@ def test_a_job_is_asked_to_end_when_its_time_is_up(
     monkeypatch.setattr(lookout.time, "monotonic", lambda: now)
     watch = Watch(state, job.id, time.time() - 1, print)
     if not reachable:
-        monkeypatch.setattr(State, "read", failing(State.read, times=99))
+        monkeypatch.setattr(State, "read_as", failing(State.read_as, times=99))
 
     assert watch.look() is None
     if reachable:

@@ -116,6 +116,7 @@ def run_dag(directory: Path, pipeline: PipelineUnderTest) -> dict[str, Any]:
             "AIRFLOW__CORE__DAGS_FOLDER": str(directory),
             "AIRFLOW__API__BASE_URL": "http://airflow.example.com/air/",
             "AIRFLOW__OPENLINEAGE__TRANSPORT": json.dumps(transport),
+            "AIRFLOW__OPENLINEAGE__EXECUTION_TIMEOUT": "120",  # on a busy machine an event takes longer than 10 s
             "PYTHONPATH": str(ROOT),
         },
         stdout=subprocess.PIPE,
@@ -205,6 +206,24 @@ def test_engine_and_shells_are_judged_alike(error: CdcError, action: RetryAction
         assert (decision.action, decision.reason) == (action, reason)
     assert isinstance(caught.value, AirflowFailException) is (action is RetryAction.FAIL)
     assert str(caught.value) == f"{error}.\n{error.solution}"
+
+
+@pytest.mark.parametrize(
+    ("solution", "dag"),
+    [
+        ("Run `airflow-cdc resnapshot --all`.", "the Dag `cdc_resnapshot` with Everything"),
+        ("Stop, then run `airflow-cdc resnapshot --table 'a.b'`: so.", "the Dag `cdc_resnapshot` with Tables"),
+        ("End it with `airflow-cdc stop`, then `airflow-cdc drop` it.", "the Dag `cdc_drop`"),
+        ("Run `airflow-cdc resnapshot --all`, or the Dag cdc_resnapshot.", None),
+        ("Start it with `airflow-cdc stream`.", None),
+    ],
+)
+def test_a_remedy_names_the_dag_as_well_as_the_command(solution: str, dag: str | None) -> None:
+    with pytest.raises(AirflowFailException) as caught, airflow_failures():
+        raise GateClosed("the slot is gone", solution)
+
+    expected = solution if dag is None else f"{solution} In Airflow, trigger {dag}."
+    assert str(caught.value) == f"the slot is gone.\n{expected}"
 
 
 def test_other_errors_are_left_to_airflow() -> None:

@@ -15,6 +15,7 @@ from benchmarks.lab import JDBC
 from benchmarks.peers import debezium
 from benchmarks.peers.counter import JdkMissing
 from benchmarks.shapes import ROWS, Shape
+from tests.hostile import ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 # Each counts changes by an engine of its own, in which ours have no part.
@@ -27,6 +28,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
     # For so few rows, compiling well costs more than it saves.
     environment = os.environ | {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1"}
+    for name in ENVIRONMENT:  # which is not for the peers
+        del environment[name]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False, env=environment)
 
 

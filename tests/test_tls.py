@@ -164,7 +164,7 @@ def test_the_log_does_not_come_record_by_record(server: PostgresServer, monkeypa
     dsn = f"{server.dsn('records')}?sslmode=require"
     naps = reader_naps(monkeypatch)
     rows = "INSERT INTO t SELECT i, repeat('x', 100) FROM generate_series(1, 50000) i"
-    with slot_reader(dsn, rows) as (reader, start), connected(dsn) as source:
+    with slot_reader(dsn, rows) as (reader, start), connected(dsn, writes=True) as source:
         end = reader.reach(emit_marker(source, "test"))
         pieces = reader.take(Position(start), end)
     assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 50000
@@ -175,7 +175,7 @@ def test_a_stream_that_the_server_ends_says_why(server: PostgresServer) -> None:
     """Also where the end of the connection is found by the same look as its reason."""
     create_database(server, "ended")
     dsn = f"{server.dsn('ended')}?sslmode=require"
-    with slot_reader(dsn) as (reader, _), connected(dsn) as source:
+    with slot_reader(dsn) as (reader, _), connected(dsn, writes=True) as source:
         with reader._changed, source.cursor() as cursor:  # what comes meanwhile is looked at afterwards
             cursor.execute("SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots WHERE active")
         with pytest.raises(StreamFailed, match="terminating connection"):

@@ -31,7 +31,10 @@ def test_a_login_is_used_by_all_and_shown_by_none(databases: Databases, server_d
                 "bad_records": {"dead_letter": dead},
             }
         )
-        found = next(finding for finding in preflight(pipeline.pipeline) if not finding.ok)
+        findings = preflight(pipeline.pipeline)
+        (warned,) = [finding.message for finding in findings if finding.check == "encryption"]
+        assert "the brokers (security.protocol is SASL_PLAINTEXT)" in warned
+        found = next(finding for finding in findings if not finding.ok)
         assert isinstance(found.error, ConnectionFailed)
         assert "password" in found.error.solution
 

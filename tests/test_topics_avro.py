@@ -67,8 +67,17 @@ def encoded(registry: str, subject: str, schema: Mapping[str, Any], value: Mappi
     return struct.pack(">bI", 0, number) + stream.getvalue()
 
 
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
+    """The schemas that the registry lacked, each time that dead letters are looked for."""
+    found: list[frozenset[int]] = []
+    troubled = messages.troubled
+    monkeypatch.setattr(messages, "troubled", lambda *given: (found.append(given[-1]), troubled(*given))[1])
+    return found
+
+
 def test_values_of_avro_become_rows_and_others_dead_letters(
-    databases: Databases, kafka: KafkaServer, registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    databases: Databases, kafka: KafkaServer, registry: str, tmp_path: Path, missing: list[frozenset[int]]
 ) -> None:
     pipeline = TopicsPipeline(
         tmp_path, databases, kafka, COLUMNS, key=["id"], format="avro", registry=registry, partitions=1
@@ -80,14 +89,33 @@ def test_values_of_avro_become_rows_and_others_dead_letters(
     later = {**ROW, "fields": [*ROW["fields"], {"name": "new", "type": ["null", "string"], "default": None}]}  # type: ignore[misc]
     bad = [b"{}", struct.pack(">bI", 0, 1 << 30), good[:-1], good + b"x"]
     pipeline.send(good, *bad, encoded(registry, pipeline.topic, later, {"id": 2, "amount": None}))
-    missing: list[frozenset[int]] = []
-    troubled = messages.troubled
-    monkeypatch.setattr(messages, "troubled", lambda *given: (missing.append(given[-1]), troubled(*given))[1])
     pipeline.catch_up()
     assert set().union(*missing) == {1 << 30}
     rows = pipeline.target_rows('SELECT id, amount, "at", day, data FROM t ORDER BY id')
     assert rows == [tuple(FULL.values()), (2, None, None, None, None)]
     assert [message.value for message in committed(kafka.brokers, dead)] == bad
+
+
+@pytest.mark.thorough
+def test_what_stands_in_front_of_a_truncate_is_a_dead_letter_by_the_same_schemas(
+    databases: Databases, kafka: KafkaServer, registry: str, tmp_path: Path, missing: list[frozenset[int]]
+) -> None:
+    """A schema may come between both reads: what the one leaves out for want of it the other one has to write."""
+    pipeline = TopicsPipeline(
+        tmp_path, databases, kafka, COLUMNS, key=["id"], format="debezium", registry=registry, partitions=1
+    )
+    dead = f"{pipeline.topic}-dead"
+    create_topic(kafka.brokers, dead)
+    pipeline.change(source={"bad_records": {"dead_letter": dead}}, sink={"mode": "changelog"})
+    created, emptied = (
+        encoded(registry, pipeline.topic, ENVELOPE, event) for event in ({"op": "c", "after": FULL}, {"op": "t"})
+    )
+    bad = struct.pack(">bI", 0, 1 << 30)
+    pipeline.send(created, bad, emptied)
+    pipeline.catch_up()
+    assert missing == [frozenset({1 << 30})]
+    assert pipeline.target_rows("SELECT id, _op FROM t ORDER BY _seq") == [(1, "i"), (None, "t")]
+    assert [message.value for message in committed(kafka.brokers, dead)] == [bad]
 
 
 def test_a_schema_that_the_registry_has_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine.waiting import await_condition
-from tests.conftest import PIPELINE_ROLE, Databases
+from tests.conftest import PIPELINE_ROLE, Databases, Some
 from tests.kafka_server import SECONDS, make_broker
 from tests.test_topics_pipeline import CLICKS, ORDERS, SUMS
 from tests.test_topics_to_topics import VALID, VISITS, TopicsToTopic
@@ -77,10 +77,10 @@ class Visits:
 
 
 def test_windows_are_right_whatever_step_the_driver_is_killed_at(
-    databases: Databases, kafka: KafkaServer, tmp_path: Path
+    databases: Databases, kafka: KafkaServer, tmp_path: Path, some: Some
 ) -> None:
     pipeline, clicks = TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS), Clicks()
-    for step in STEPS:
+    for step in some(STEPS):
         clicks.send(pipeline)
         killed = pipeline.start("run", failpoint=f"{step}:kill")
         assert killed.wait().code != 0, step
@@ -147,6 +147,7 @@ def orders(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> Iterator
     pipeline.end_commands()
 
 
+@pytest.mark.thorough
 def test_a_plain_consumer_loses_what_its_sink_has_refused_and_we_do_not(orders: TopicsPipeline) -> None:
     """Both meet the same error of the sink in the middle of a batch, which is then repaired."""
     orders.send(*({"id": n, "amount": n} for n in range(20)))

@@ -53,6 +53,7 @@ def test_a_run_that_is_halted_adds_nothing_to_postgres_when_it_comes_back(
     overtake(to_postgres, place, lambda: [id_ for (id_,) in to_postgres.target_rows("SELECT id FROM t")])
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_halted_adds_nothing_to_a_topic_when_it_comes_back(to_kafka: TopicsToTopic) -> None:
     overtake(to_kafka, "before-transaction-end:2", lambda: [row["id"] for row in to_kafka.received()])
 

@@ -8,15 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import batches, commands
-from airflow_cdc_provider.engine.errors import BadRecord, CdcError, ConfigError, GateClosed, StreamFailed, ValueRefused
+from airflow_cdc_provider.engine.errors import (
+    BadRecord,
+    CdcError,
+    ConfigError,
+    GateClosed,
+    LimitExceeded,
+    StreamFailed,
+)
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.topics.job import failure_of
+from airflow_cdc_provider.engine.topics import job
+from airflow_cdc_provider.engine.topics.failures import failure_of
 from tests.conftest import Databases
-from tests.kafka_server import SECONDS, committed, create_topic, transactional
+from tests.kafka_server import SECONDS, committed, create_topic, properties, set_topic, transactional
 from tests.topics import TopicsPipeline, moments
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -68,6 +77,27 @@ def test_only_what_is_committed_is_read_from_where_the_pipeline_begins(orders: T
     assert orders.catch_up()["stream"]["caught_up"]
 
 
+def test_an_open_transaction_is_named_and_what_stands_behind_it_counts(
+    orders: TopicsPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_OPEN_SECONDS", 0.1)
+    orders.send({"id": 0})
+    producer = transactional(orders.broker.brokers, orders.topic)
+    producer.begin_transaction()
+    for partition in (0, 1):
+        producer.produce(orders.topic, json.dumps({"id": 1}).encode(), partition=partition)
+    assert producer.flush(SECONDS) == 0
+    orders.send(*({"id": n} for n in range(2, 12)))
+    assert not orders.catch_up()["stream"]["caught_up"]
+    assert orders.target_rows("SELECT id FROM t") == [(0,)]
+    status = commands.status(orders.pipeline)
+    assert (status["lag_messages"], status["held_messages"]) == (12, 12)
+    assert "12 of them by a transaction" in orders.run("status").stdout
+    producer.commit_transaction()
+    assert orders.catch_up()["stream"]["caught_up"]
+    assert orders.target_rows("SELECT id FROM t ORDER BY 1") == [(n,) for n in range(12)]
+
+
 def test_a_changelog_has_every_row_once(orders: TopicsPipeline) -> None:
     orders.change(
         sink={"mode": "changelog"},
@@ -103,6 +133,7 @@ def test_windows_are_summed_and_go_on_after_a_restart(sums: TopicsPipeline) -> N
     assert list(own.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_what_comes_too_late_is_left_out_and_counted(sums: TopicsPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of the last batch, after which the query is stopped at once."""
     monkeypatch.setattr(batches, "_POLL_SECONDS", 0.001)
@@ -125,7 +156,7 @@ def test_a_sink_that_fails_in_the_middle_of_a_batch_moves_no_offsets(orders: Top
     before = orders.offsets()
     orders.target("ALTER TABLE public.t ADD CONSTRAINT small CHECK (amount < 15)")
     orders.send(*({"id": n, "amount": n} for n in range(10, 20)))
-    with pytest.raises(CdcError, match="small"):
+    with pytest.raises(CdcError, match=rf"message \d of {orders.topic}.*small"):
         orders.catch_up()
     assert orders.target_rows("SELECT count(*) FROM t") == [(10,)]
     assert orders.offsets() == before
@@ -134,6 +165,7 @@ def test_a_sink_that_fails_in_the_middle_of_a_batch_moves_no_offsets(orders: Top
     assert orders.target_rows("SELECT id, amount::int FROM t ORDER BY 1") == [(n, n) for n in range(20)]
 
 
+@pytest.mark.thorough
 def test_a_query_without_state_goes_on_from_the_record_alone(orders: TopicsPipeline) -> None:
     orders.change(sink={"mode": "changelog"})
     for start in (0, 10, 20):
@@ -150,11 +182,13 @@ def test_a_query_without_state_goes_on_from_the_record_alone(orders: TopicsPipel
 def test_a_query_without_state_cannot_be_made_one_that_keeps_some(orders: TopicsPipeline) -> None:
     orders.send({"id": 1})
     orders.catch_up()
-    orders.change(source={"sql": "SELECT DISTINCT id, amount, note FROM messages"})
+    last = "SELECT id, max(amount) AS amount, max(note) AS note FROM messages GROUP BY id"
+    orders.change(source={"sql": last})
     with pytest.raises(ConfigError, match="keeps state, but"):
         orders.catch_up()
 
 
+@pytest.mark.thorough
 def test_a_query_with_state_refuses_to_go_on_without_its_checkpoint(sums: TopicsPipeline) -> None:
     sums.send({"id": "a", "at": moments([0])[0], "value": 1})
     sums.catch_up()
@@ -176,6 +210,21 @@ def test_a_query_with_state_refuses_to_go_on_without_its_checkpoint(sums: Topics
     commands.provision(sums.pipeline)
 
 
+@pytest.mark.thorough
+def test_a_join_keeps_the_order_of_messages_or_is_refused_and_names_have_dots(orders: TopicsPipeline) -> None:
+    """Spark decides with each batch how it joins, so that nothing but the batch tells whether rows were shuffled."""
+    join = "SELECT /*+ {} */ id, amount AS `a.b`, name FROM messages JOIN (VALUES (1, 'one'), (2, 'two')) AS n(k, name)"
+    orders.change(source={"sql": join.format("MERGE(n)") + " ON id = k"})
+    orders.send(*({"id": n % 3, "amount": n} for n in range(60)))
+    with pytest.raises(ConfigError, match="shuffle"):
+        orders.catch_up()
+    assert orders.target_rows("SELECT * FROM t") == []
+    orders.change(source={"sql": join.format("BROADCAST(n)") + " ON id = k"})
+    orders.catch_up()
+    assert orders.target_rows('SELECT id, "a.b"::int, name FROM t ORDER BY 1') == [(1, 58, "one"), (2, 59, "two")]
+    assert commands.verify(orders.pipeline)["equal"]
+
+
 def test_a_bad_record_stops_the_pipeline_before_its_batch(orders: TopicsPipeline) -> None:
     orders.send({"id": 1}, {"id": 2}, b"nonsense")
     with pytest.raises(BadRecord, match=rf"message \d of {orders.topic}\[\d\]"):
@@ -189,9 +238,9 @@ def test_bad_records_go_to_a_topic_of_their_own(orders: TopicsPipeline) -> None:
     orders.change(source={"bad_records": {"dead_letter": dead}})
     bad = [b"nonsense", b'{"id": "text"}', b'{"amount": 1}', b"[]", None]
     orders.send({"id": 1}, *bad, {"id": 2})
-    orders.change(source={"sql": "SELECT nullif(id, 2) AS id FROM messages"})
+    orders.change(source={"sql": "SELECT /*+ MERGE(n) */ id FROM messages LEFT JOIN (VALUES (1)) AS n(k) ON id = k"})
     for _ in range(2):
-        with pytest.raises(ValueRefused):
+        with pytest.raises(ConfigError):
             orders.catch_up()
     assert committed(orders.broker.brokers, dead) == []
     orders.change(source={"sql": "SELECT id FROM messages"})
@@ -203,6 +252,27 @@ def test_bad_records_go_to_a_topic_of_their_own(orders: TopicsPipeline) -> None:
     )
 
 
+@pytest.mark.thorough
+def test_a_bad_record_may_be_as_large_as_the_topic_for_it_takes(orders: TopicsPipeline) -> None:
+    large, dead = f"{orders.topic}-large", f"{orders.topic}-dead"
+    create_topic(orders.broker.brokers, large, settings={"max.message.bytes": "5000000"})
+    create_topic(orders.broker.brokers, dead)
+    orders.change(source={"topics": [orders.topic, large], "bad_records": {"dead_letter": dead}})
+    producer = Producer(properties(orders.broker.brokers, message_max_bytes=5_000_000))
+    producer.produce(large, b"{bad" + 1_500_000 * b"x")
+    assert producer.flush(SECONDS) == 0
+    orders.send({"id": 1})
+    with pytest.raises(LimitExceeded, match="RecordTooLargeException") as told:
+        orders.catch_up()
+    assert "max.message.bytes" in told.value.solution
+    assert orders.target_rows("SELECT id FROM t") == []
+    set_topic(orders.broker.brokers, dead, {"max.message.bytes": "5000000"})
+    orders.catch_up()
+    assert orders.target_rows("SELECT id FROM t") == [(1,)]
+    assert [len(message.value or b"") for message in committed(orders.broker.brokers, dead)] == [1_500_004]
+
+
+@pytest.mark.thorough
 def test_a_pattern_reads_whole_names_and_topics_that_come_later(orders: TopicsPipeline) -> None:
     later, longer = f"{orders.topic}x", f"{orders.topic}-longer"
     create_topic(orders.broker.brokers, longer)
@@ -223,6 +293,7 @@ def test_a_pattern_reads_whole_names_and_topics_that_come_later(orders: TopicsPi
         orders.catch_up()
 
 
+@pytest.mark.thorough
 def test_changes_in_debezium_s_format_make_the_same_table(
     databases: Databases, kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -257,6 +328,18 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
     with pytest.raises(ConfigError, match=said):
         commands.provision(orders.pipeline)
     assert orders.target_rows("SELECT to_regclass('public.t')") == [(None,)]
+
+
+def test_preflight_looks_at_the_query_and_at_what_the_sinks_make_of_it(orders: TopicsPipeline) -> None:
+    told = orders.run("preflight", "--json").json["findings"]
+    assert "3 columns, and keeps no state" in next(each["message"] for each in told if each["check"] == "query")
+    assert len({(each["check"], each["message"]) for each in told}) == len(told)
+    orders.change(sink={"mode": "changelog"}, source={"sql": "SELECT id, note AS _seq FROM messages"})
+    outcome = orders.run("preflight", code=2)
+    assert "_seq" in outcome.stdout
+    assert "AS" in outcome.stderr
+    with pytest.raises(ConfigError, match="_seq"):
+        commands.provision(orders.pipeline)
 
 
 def test_messages_that_retention_has_removed_and_a_topic_that_was_made_anew_are_refused(orders: TopicsPipeline) -> None:

@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.topics.cluster import behind, reached, with_all
-from airflow_cdc_provider.engine.topics.position import Found, Position, foremost, goes_on
+from airflow_cdc_provider.engine.topics.position import Found, Position, foremost, goes_on, with_truncates
 
 POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
 CRASHES = ("batch", "crash when planned", "crash between sinks", "crash when committed")
@@ -168,3 +168,9 @@ def test_offsets_are_held_against_each_other() -> None:
     assert not reached(offsets, ends)
     assert reached({"t": {"0": 7, "1": 3}}, ends)
     assert with_all(offsets, [Topic("t", "", 2)], lambda topic, partition: -2) == {"t": {"0": 5, "1": -2}}
+
+
+def test_a_unit_looks_as_far_as_the_truncate_that_it_begins_with() -> None:
+    offsets = {"t": {"0": 5, "1": 7}, "u": {"0": 1}}
+    assert with_truncates(offsets, {}) == offsets
+    assert with_truncates(offsets, {"t": {"0": 9, "1": 3, "2": 4}}) == {"t": {"0": 9, "1": 7, "2": 4}, "u": {"0": 1}}

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed
 from airflow_cdc_provider.engine.topics import messages
-from airflow_cdc_provider.engine.topics.job import failure_of
+from airflow_cdc_provider.engine.topics.failures import failure_of
 from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
 from tests.pipelines import SPARK_CONF
 from tests.spark_jvm import local_session
@@ -43,7 +43,8 @@ def shape(spark: SparkSession, sql: str, mode: str = "mirror", **source: Any) ->
 
 
 def pipeline(sql: str, mode: str = "mirror", **source: Any) -> Pipeline:
-    return Pipeline.parse(document(source={**SOURCE, "sql": sql, **source}, sink__mode=mode))
+    given = {name: value for name, value in {**SOURCE, "sql": sql, **source}.items() if value is not None}
+    return Pipeline.parse(document(source=given, sink__mode=mode))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def pipeline(sql: str, mode: str = "mirror", **source: Any) -> Pipeline:
     ],
 )
 def test_a_query_keeps_state_if_a_row_depends_on_others(spark: SparkSession, sql: str, stateful: bool) -> None:
-    assert shape(spark, sql).stateful is stateful
+    assert shape(spark, sql, "changelog", key=None, output="update").stateful is stateful
 
 
 def test_columns_have_the_types_that_sinks_know(spark: SparkSession) -> None:
@@ -103,10 +104,57 @@ def test_columns_have_the_types_that_sinks_know(spark: SparkSession) -> None:
     ],
 )
 def test_what_cannot_be_says_why(spark: SparkSession, sql: str, source: dict[str, Any], said: str) -> None:
-    given = {name: value for name, value in {**SOURCE, "sql": sql, **source}.items() if value is not None}
     with pytest.raises(ConfigError) as told:
-        shape_of(spark, Pipeline.parse(document(source=given)))
+        shape(spark, sql, **source)
     assert said in told.value.message
+
+
+@pytest.mark.parametrize(
+    ("sql", "source", "said"),
+    [
+        ("SELECT /*+ REPARTITION(4) */ id, value FROM messages", {}, "redistributes"),
+        ("SELECT id, value FROM messages DISTRIBUTE BY id", {}, "redistributes"),
+        ("SELECT /*+ REBALANCE */ id, value FROM messages", {}, "redistributes"),
+        ("SELECT DISTINCT id, value FROM messages", {}, "value"),
+        ("SELECT id, value, count(*) AS n FROM messages GROUP BY id, value", {}, "value"),
+        ("SELECT id, count(*) AS n FROM messages GROUP BY id, window(at, '2 seconds')", {}, "window"),
+    ],
+)
+def test_a_query_that_loses_the_order_of_messages_is_refused(
+    spark: SparkSession, sql: str, source: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape(spark, sql, **source)
+    assert shape(spark, sql, "changelog", key=None, output="update").table.key == ()
+
+
+@pytest.mark.parametrize(
+    ("sql", "key"),
+    [
+        ("SELECT /*+ COALESCE(1) */ id, value FROM messages", ["id"]),
+        (
+            "SELECT /*+ BROADCAST(g) */ m.id, n FROM messages m"
+            " JOIN (SELECT id, count(*) AS n FROM names GROUP BY id) g USING (id)",
+            ["id"],
+        ),
+        ("SELECT DISTINCT id, value FROM messages", ["value", "id"]),
+        (
+            "SELECT s.id AS k, s.f AS f, s.n FROM (SELECT id, window.start AS f, count(*) AS n FROM messages"
+            " GROUP BY id, window(at, '2 seconds')) s WHERE n > 1",
+            ["k", "f"],
+        ),
+    ],
+)
+def test_groups_and_what_is_broadcast_keep_the_last_row_of_a_key(spark: SparkSession, sql: str, key: list[str]) -> None:
+    assert shape(spark, sql, key=key).table.key
+
+
+def test_names_with_dots_are_names(spark: SparkSession) -> None:
+    columns = "`a.b` BIGINT NOT NULL, `t.at` TIMESTAMP"
+    found = shape(
+        spark, "SELECT * FROM messages", columns=columns, key=["a.b"], watermark={"column": "t.at", "delay": "1 second"}
+    )
+    assert [column.name for column in found.table.columns][:2] == ["a.b", "t.at"]
 
 
 def test_windows_are_told_to_logs_when_they_are_closed() -> None:

@@ -13,8 +13,10 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.addresses import java_properties
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
-from airflow_cdc_provider.engine.topics.settings import PACKAGE
+from airflow_cdc_provider.engine.topics.settings import _RESERVED, PACKAGE
 from tests.test_config import document
+
+ROOT = Path(__file__).parents[1]
 
 SOURCE: dict[str, Any] = {
     "type": "kafka",
@@ -125,9 +127,14 @@ def test_certificates_go_to_java() -> None:
 
 
 def test_what_the_engine_decides_is_not_left_to_properties() -> None:
-    topics = parse(properties={"isolation.level": "read_uncommitted", "group.id": "theirs", "client.id": "ours"}).topics
+    told = (ROOT / "docs" / "topics.md").read_text(encoding="utf-8")
+    for name in _RESERVED:
+        assert f"`{name}`" in told
+        with pytest.raises(ConfigError, match=f"source.properties: {name} cannot be set"):
+            parse(properties={name: "read_uncommitted", "client.id": "ours"})
+    topics = parse(properties={"client.id": "ours", "message.max.bytes": "5000000"}).topics
     assert topics is not None
-    assert dict(topics.properties) == {"client.id": "ours"}
+    assert java_properties(topics.properties) == {"client.id": "ours", "max.request.size": "5000000"}
     assert java_properties((("sasl.mechanisms", "PLAIN"),)) == {"sasl.mechanism": "PLAIN"}
 
 

@@ -64,6 +64,7 @@ def visits(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> TopicsTo
     return TopicsToTopic(tmp_path, databases, kafka, VISITS, key=["id", "start"], watermark=watermark, sql=VALID)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["before-transaction-end:2", "after-transaction:2"])
 def test_a_driver_that_dies_leaves_nothing_out_and_nothing_twice(copy: TopicsToTopic, place: str) -> None:
     copy.send(*({"id": n, "note": "x"} for n in range(20)))

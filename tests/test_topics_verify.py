@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -16,8 +18,10 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.errors import UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.query import Shape
-from airflow_cdc_provider.engine.topics.verify import _way_of
+from airflow_cdc_provider.engine.topics.verify import _Remaining, _way_of
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS
 from tests.kafka_sink import consumed
@@ -74,6 +78,7 @@ def test_a_mirror_and_what_differs_in_it(orders: TopicsPipeline) -> None:
         verified(orders)
 
 
+@pytest.mark.thorough
 def test_messages_that_retention_has_removed_are_not_asked_for(orders: TopicsPipeline) -> None:
     orders.send(*({"id": n} for n in range(30)))
     orders.catch_up()
@@ -90,6 +95,7 @@ def test_messages_that_retention_has_removed_are_not_asked_for(orders: TopicsPip
     assert len(found(verified(orders))) == rows
 
 
+@pytest.mark.thorough
 def test_a_changelog_has_each_row_as_often_as_it_was_made(orders: TopicsPipeline) -> None:
     del orders.document["source"]["key"]
     orders.change(sink={"mode": "changelog"})
@@ -129,6 +135,7 @@ def test_windows_that_are_told_once_closed(databases: Databases, kafka: KafkaSer
     assert sum(each["messages"] for each in table["ranges"]) == 2
 
 
+@pytest.mark.thorough
 def test_a_closed_window_that_the_target_lacks(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
     """What the target has to have by now is told by the watermark of its last unit, not by what it has."""
     watermark = {"column": "at", "delay": "1 second"}
@@ -153,6 +160,7 @@ def test_a_closed_window_that_the_target_lacks(databases: Databases, kafka: Kafk
     assert (result["equal"], result["tables"][0]["source_rows"], result["tables"][0]["target_rows"]) == (False, 4, 0)
 
 
+@pytest.mark.thorough
 def test_windows_that_change_are_so_in_a_changelog_beside_a_mirror() -> None:
     """The query gives all sinks the same: what is told again adds up, and is not compared event by event."""
     table = Table(1, "public", "t", (), ("id",), "d", None, (), "r", 0)
@@ -161,6 +169,23 @@ def test_windows_that_change_are_so_in_a_changelog_beside_a_mirror() -> None:
     assert (way.keyed, way.closing) == (True, False)
 
 
+def test_events_up_to_the_last_truncate_are_left_out() -> None:
+    """As many as there are, in whatever order they come; but not before the record says that there was one."""
+    events = [("2/1", "5", "i", "5"), ("1/9", "7", "i", "1"), ("1/9", "8", "t", None), ("2/1", "4", "t", None)]
+    events += [("2/0", "9", "i", "2"), ("2/1", None, "i", "6"), ("2/1", "3", "i", "3")]
+    names = ("_commit_lsn", "_seq", "_op", "id")
+    batches = [
+        pa.RecordBatch.from_pydict(dict(zip(names, map(list, zip(*some, strict=True)), strict=True)))
+        for some in (events[:3], events[3:])
+    ]
+    before = Position(0, "cluster", {}, {}, {}, {}, False, None, 0)
+    target = Target(Table(1, "public", "t", (), (), "f", None, (), "r", 0), "public", "t")
+    for position, ids in ((replace(before, truncated={"t": {"0": 3}}), ["5", "6"]), (before, [e[3] for e in events])):
+        remaining = _Remaining(lambda *given: iter(batches), lambda position=position: position)
+        assert [id_ for batch in remaining(target, None) for id_ in batch["id"].to_pylist()] == ids
+
+
+@pytest.mark.thorough
 def test_updates_of_debezium_s_add_up(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
     pipeline = TopicsPipeline(tmp_path, databases, kafka, ORDERS, partitions=1, key=["id"], format="debezium")
     pipeline.change(sink={"mode": "changelog"})
@@ -176,6 +201,7 @@ def test_updates_of_debezium_s_add_up(databases: Databases, kafka: KafkaServer, 
     assert found(verified(pipeline)) == {("different", "1")}
 
 
+@pytest.mark.thorough
 def test_a_stream_may_run_meanwhile(orders: TopicsPipeline) -> None:
     orders.run("provision")
     running = orders.start("stream")

@@ -62,7 +62,7 @@ def test_prepared_transactions(make_server: ServerMaker, databases: Databases, t
     touched: list[str] = []
     pipeline.source(*TABLE)
     begin("before")
-    with connected(dsn) as source, pytest.raises(Blocked, match="prepared transaction 'before commit'"):
+    with connected(dsn, writes=True) as source, pytest.raises(Blocked, match="prepared transaction 'before commit'"):
         slot.create_slot(source, "early", timeout=0.5)
     end("before")
     pipeline.provision()

@@ -15,7 +15,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.connection import connected, rows
-from airflow_cdc_provider.engine.errors import CannotFollow, ValueRefused
+from airflow_cdc_provider.engine.errors import ValueRefused
 from tests.changelogs import assert_same_values
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.pipelines import PipelineUnderTest
@@ -332,7 +332,7 @@ def create_table_of(
     columns = sql.SQL(", ").join(
         sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, (kind, _) in cells.items()
     )
-    with connected(pipeline.databases.source) as source:
+    with connected(pipeline.databases.source, writes=True) as source:
         rows(source, sql.SQL("CREATE TABLE public.t (id int PRIMARY KEY, {})").format(columns))
         for i in range(count):
             row = [given[i] if i < len(given) else sql.SQL("NULL") for _, given in cells.values()]
@@ -431,7 +431,8 @@ def test_types_of_users(
 
 def insert_rows(dsn: str, values: Mapping[str, Sequence[str]], keyed: Sequence[str], first: int) -> None:
     """Insert four rows into ``t`` and ``k``; in the keys of ``k`` an X tells one call from another where it can."""
-    with connected(dsn, settings={"search_path": "public"}) as source:
+    with connected(dsn, writes=True) as source:
+        rows(source, "SET search_path = public")
         for i in range(4):
             cells: list[sql.Composable] = [sql.Literal(first + i)]
             for kind, given in values.items():
@@ -503,11 +504,13 @@ def test_a_column_that_was_made_text_to_take_all_values(
     """Its type's successor refuses them too: it stays text, since nobody could make it so before it is filled."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode})
     *types, strict = WIDENED[case]
-    loose = ", 'refused')" if case == "read again" else ""
-    pipeline.source(*(f"{create}{loose}" for create in types), "CREATE TABLE t (id int PRIMARY KEY, v d)")
+    closed = ")" if case == "read again" else ""
+    pipeline.source(*(f"{create}{closed}" for create in types), "CREATE TABLE t (id int PRIMARY KEY, v d)")
     pipeline.target(*(f"{create}{strict}" for create in types))
     pipeline.provision()
     pipeline.copy()
+    if case == "read again":
+        pipeline.source(*(f"ALTER TYPE {name} ADD VALUE 'refused'" for name in "de"))
     pipeline.source("INSERT INTO t VALUES (1, 'old'), (2, 'refused')")
     if mode == "mirror" or case == "read again":  # a changelog has the types beneath domains
         with pytest.raises(ValueRefused, match=r"public\.t"):
@@ -515,10 +518,6 @@ def test_a_column_that_was_made_text_to_take_all_values(
         pipeline.target("ALTER TABLE t ALTER COLUMN v TYPE text")
     pipeline.apply()
     pipeline.source("ALTER TABLE t ALTER v TYPE e USING v::text::e", "INSERT INTO t VALUES (3, 'refused')")
-    if mode == "changelog" and case == "followed":
-        with pytest.raises(CannotFollow, match="e_check"):
-            pipeline.apply()
-        pipeline.target("ALTER TABLE t RENAME v TO v_old")
     pipeline.apply()
     pipeline.assert_verified()
     if mode == "mirror":

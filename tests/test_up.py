@@ -31,6 +31,7 @@ def family(mark: str) -> dict[int, str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.airflow
 @pytest.mark.spark
 @pytest.mark.timeout(900)

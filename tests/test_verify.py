@@ -89,7 +89,7 @@ class Session:
 
 @pytest.fixture
 def session(databases: Databases) -> Iterator[Session]:
-    with connected(databases.source) as source, connected(databases.target) as target:
+    with connected(databases.source, writes=True) as source, connected(databases.target, writes=True) as target:
         yield Session(source, target)
 
 
@@ -150,7 +150,7 @@ def test_each_damage_is_found(session: Session) -> None:
 
 
 def test_versions_of_postgres_agree(session: Session, make_server: ServerMaker) -> None:
-    with connected(make_server("18").dsn()) as newer:
+    with connected(make_server("18").dsn(), writes=True) as newer:
         across = Session(session.source, newer)
         across.both(TYPES_DDL, TYPES_ROWS)
         assert across.compare().equal
@@ -221,10 +221,10 @@ def test_text_stands_for_a_type_that_the_target_lacks(session: Session) -> None:
 
 
 def test_encodings_may_differ(session: Session, databases: Databases, target_server: PostgresServer) -> None:
-    with connected(target_server.dsn()) as admin:
+    with connected(target_server.dsn(), writes=True) as admin:
         rows(admin, "CREATE DATABASE latin ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
     try:
-        with connected(target_server.dsn("latin")) as latin:
+        with connected(target_server.dsn("latin"), writes=True) as latin:
             western = Session(session.source, latin)
             western.both("CREATE TABLE public.t (id text PRIMARY KEY, v text)")
             western.both("INSERT INTO public.t VALUES ('ä', 'größer'), ('ö', 'x'), ('a', 'y')")
@@ -277,7 +277,7 @@ def test_hidden_rows_are_an_error(session: Session, databases: Databases) -> Non
         rows(session.source, f"GRANT SELECT ON public.t TO {role}")
         rows(session.source, f"CREATE POLICY partial ON public.t TO {role} USING (id = 1)")
         rows(session.source, "ALTER TABLE public.t ENABLE ROW LEVEL SECURITY")
-        with connected(databases.source.replace("postgres@", f"{role}@")) as reader:
+        with connected(databases.source.replace("postgres@", f"{role}@"), writes=True) as reader:
             with pytest.raises(MissingPrivilege, match="row-level security"):
                 compare(reader, session.target, [pair], None)
             assert scalar(reader, "SELECT 1") == 1  # the connection is still good
@@ -412,7 +412,7 @@ def subscribed(session: Session, databases: Databases) -> Iterator[Subscription]
     try:
         state = "SELECT bool_and(srsubstate = 'r') FROM pg_subscription_rel"
         assert await_condition(lambda: bool(scalar(session.target, state)), 30)
-        with connected(databases.source) as watching:
+        with connected(databases.source, writes=True) as watching:
             yield Subscription(watching, name)
     finally:
         rows(session.target, f"DROP SUBSCRIPTION {name}")
@@ -426,7 +426,7 @@ def writing(dsn: str) -> Iterator[list[int]]:
 
     def write() -> None:
         draw = random.Random(1)
-        connection = connect(dsn)
+        connection = connect(dsn, writes=True)
         while not stop.is_set():
             key = draw.randint(1, 300)
             rows(connection, f"UPDATE public.t SET n = n + 1 WHERE id = {key}")

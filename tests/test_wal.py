@@ -239,7 +239,7 @@ def test_a_transaction_without_content_only_moves_the_position() -> None:
 
 def test_the_slot_moves_only_when_told(databases: Databases) -> None:
     """Keepalives ask for status all the time; none of the answers may acknowledge what nobody has applied."""
-    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+    with slot_reader(databases.source) as (reader, start), connected(databases.source, writes=True) as source:
         slot = f"s_{source.info.dbname}"
         with source.cursor() as cursor:
             cursor.execute("INSERT INTO public.t SELECT i, 'x' FROM generate_series(1, 1000) i")
@@ -341,7 +341,7 @@ def test_a_backlog_does_not_wait_for_what_has_come_behind_it(databases: Database
     """As a heartbeat's marker does, every ten seconds, however much is still to be read."""
     trigger, coming = 2.0, time.monotonic() + 1e6
     old = ("INSERT INTO t VALUES (1)", f"SELECT pg_sleep({trigger})")
-    with slot_reader(databases.source, *old) as (reader, start), connected(databases.source) as source:
+    with slot_reader(databases.source, *old) as (reader, start), connected(databases.source, writes=True) as source:
         emit_marker(source, "heartbeat")
         end = reader.reach(emit_marker(source, "behind it"))
         assert len(reader.take(Position(start), end)) == 1
@@ -360,7 +360,7 @@ def test_a_transaction_waits_no_longer_than_the_trigger_where_nothing_comes_behi
 
 
 def test_what_came_before_a_change_that_cannot_be_sent_is_delivered(databases: Databases) -> None:
-    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+    with slot_reader(databases.source) as (reader, start), connected(databases.source, writes=True) as source:
         with source.cursor() as cursor:
             cursor.execute("INSERT INTO public.t VALUES (1, 'x')")
         end = reader.reach(emit_marker(source, "test"))
@@ -381,7 +381,7 @@ def test_a_buffer_is_full_whatever_libpq_holds(databases: Databases) -> None:
     ):
         source.execute("ALTER TABLE t ALTER body SET STORAGE EXTERNAL")
         source.execute("INSERT INTO t SELECT 0, repeat('x', 40 << 20)")
-        with connected(databases.source) as control:
+        with connected(databases.source, writes=True) as control:
             end = reader.reach(emit_marker(control, "test"))
             source.execute("INSERT INTO t SELECT n, repeat('x', 1 << 16) FROM generate_series(1, 300) n")
             marker = emit_marker(control, "test")
@@ -410,7 +410,7 @@ def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
         server: PostgresServer = make_server(settings=addresses)
         dsn = f"postgresql://postgres@:{server.port}/postgres?host={host or sockets}"
         rows = "INSERT INTO t SELECT i, repeat('x', 1000) FROM generate_series(1, 5000) i"
-        with slot_reader(dsn, rows) as (reader, start), connected(dsn) as source:
+        with slot_reader(dsn, rows) as (reader, start), connected(dsn, writes=True) as source:
             end = reader.reach(emit_marker(source, "test"))
             pieces = reader.take(Position(start), end)
             with socket.socket(fileno=os.dup(reader._connection.socket)) as ours:
@@ -424,7 +424,7 @@ def test_nobody_sleeps_while_there_is_more(databases: Databases, monkeypatch: py
     """Messages come in portions of which the last may be small, and more behind it; that would be 800 sleeps."""
     naps = reader_naps(monkeypatch)
     rows = "INSERT INTO t SELECT i, repeat('x', 1000) FROM generate_series(1, 115000) i"
-    with slot_reader(databases.source, rows) as (reader, start), connected(databases.source) as source:
+    with slot_reader(databases.source, rows) as (reader, start), connected(databases.source, writes=True) as source:
         end = reader.reach(emit_marker(source, "test"))
         pieces = reader.take(Position(start), end)
     assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 115000
@@ -437,7 +437,7 @@ def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: Server
     server: PostgresServer = make_server(settings={"wal_sender_timeout": "2s", "tcp_user_timeout": "2s"})
     with (
         slot_reader(server.dsn(), block_bytes=1 << 16, buffer_bytes=1 << 20) as (reader, start),
-        connected(server.dsn()) as source,
+        connected(server.dsn(), writes=True) as source,
     ):
         with source.cursor() as cursor:
             cursor.execute("SHOW tcp_user_timeout")
@@ -476,7 +476,7 @@ def test_a_walsender_that_is_at_work_may_be_silent(databases: Databases, monkeyp
 
     monkeypatch.setattr(wal, "find_trouble", asked)
     execute(databases.source, f"ALTER DATABASE {databases.source.rpartition('/')[2]} SET wal_sender_timeout = '1s'")
-    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+    with slot_reader(databases.source) as (reader, start), connected(databases.source, writes=True) as source:
         with transaction(databases.source, "LOCK TABLE pg_publication_rel IN ACCESS EXCLUSIVE MODE"):
             execute(databases.source, "INSERT INTO public.t VALUES (1, 'x')")
             assert await_condition(lambda: len(answers) > 1, SECONDS)
@@ -496,7 +496,7 @@ def test_each_host_of_a_dsn_is_given_its_time(databases: Databases, monkeypatch:
 
 
 def test_a_stream_that_the_server_ends_says_so(databases: Databases) -> None:
-    with slot_reader(databases.source) as (reader, start), connected(databases.source) as source:
+    with slot_reader(databases.source) as (reader, start), connected(databases.source, writes=True) as source:
         with source.cursor() as cursor:
             cursor.execute("SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active")
         with pytest.raises(Exception, match="ended the replication stream"):
@@ -509,7 +509,7 @@ def test_markers_carry_our_prefix(databases: Databases) -> None:
     """What the buffer takes for content of ours is what is emitted."""
     with slot_reader(databases.source) as (reader, start), psycopg.connect(databases.source, autocommit=True) as other:
         other.execute("SELECT pg_logical_emit_message(true, 'somebody_else', 'x')")
-        with connected(databases.source) as source:
+        with connected(databases.source, writes=True) as source:
             emit_marker(source, "mine")
             end = reader.reach(emit_marker(source, "behind it"))  # a keepalive may come before a marker's own commit
         (piece,) = reader.take(Position(start), end)

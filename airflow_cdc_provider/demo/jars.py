@@ -9,10 +9,11 @@ that knows of a jar without having it makes Spark's resolver fail.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +22,12 @@ from airflow_cdc_provider.engine.errors import CdcError
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "airflow-cdc"
 """What Spark's resolver takes for the home, if :data:`JAVA_OPTIONS` are among ``SPARK_SUBMIT_OPTS``."""
 
+SUMS = Path(__file__).with_name("jars.sha256")
+"""Of all jars that are fetched, as ``sha256sum`` writes them."""
+
 JAVA_OPTIONS = f"-Duser.home={HOME}"
 
+_JARS = ".ivy*/jars/*.jar"
 _VARIABLE = "SPARK_SUBMIT_OPTS"
 _PATIENCE = 300.0
 _FETCH = """
@@ -43,15 +48,37 @@ def fetch(package: str, home: Path = HOME) -> list[Path]:
     :param package: ``group:artifact:version``.
     :param home: where Spark's resolver has its cache.
     :returns: all jars that are there.
-    :raises JarsMissing: when there is no way to a Maven repository.
+    :raises JarsMissing: when there is no way to a Maven repository, or one has another jar than is known to us.
     """
     _, artifact, version = package.split(":")
     home.mkdir(parents=True, exist_ok=True)
     with (home / "fetching").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(home.glob(f".ivy*/jars/*{artifact}-{version}.jar")):
+            before = set(home.glob(_JARS))
             _resolve(package, home)
-    return sorted(home.glob(".ivy*/jars/*.jar"))
+            require_known(set(home.glob(_JARS)) - before)
+    return sorted(home.glob(_JARS))
+
+
+def require_known(jars: Iterable[Path]) -> None:
+    """Remove jars that are not those of ``jars.sha256``, before anything is started with them.
+
+    A newer version has to be written there first: ``sha256sum`` of what the resolver has left in its folder ``jars``.
+
+    :raises JarsMissing: naming the first.
+    """
+    lines = (line.split() for line in SUMS.read_text(encoding="utf-8").splitlines())
+    known = {name: digest for digest, name in lines}
+    strange = sorted(jar for jar in jars if hashlib.sha256(jar.read_bytes()).hexdigest() != known.get(jar.name))
+    for jar in strange:
+        jar.unlink()
+    if strange:
+        raise JarsMissing(
+            f"{strange[0].name} is not the jar whose sum is in {SUMS}",
+            "Find out why the Maven repository, or what stands before it, has another one. If a newer version is meant,"
+            " write its sum there.",
+        )
 
 
 @contextmanager

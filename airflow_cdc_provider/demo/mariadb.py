@@ -156,8 +156,8 @@ class MariadbServer:
 
     @property
     def dsn(self) -> str:
-        """A connection URI of the administrator, who needs no password on loopback."""
-        return f"mysql://root@127.0.0.1:{self.port}/"
+        """A connection URI of the administrator, who needs no password on loopback, nor TLS."""
+        return f"mysql://root@127.0.0.1:{self.port}/?ssl_mode=disabled"
 
     def connect(self) -> pymysql.Connection:
         """A session of the administrator, which commits every statement."""

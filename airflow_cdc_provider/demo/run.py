@@ -39,7 +39,7 @@ class DagRun(ABC, Generic[M]):
         self.airflow = stage.airflow
         self.pipeline: Pipeline = stage.pipeline
         self.screen = screen
-        conf = {"pipeline": str(stage.file), "until": "stopped", "groups": GROUPS}
+        conf = {"pipeline": str(stage.file), "until": "forever", "groups": GROUPS}
         self._id = self.airflow.client.trigger(DAG, conf)
         screen.say(f"The Dag {DAG} is triggered: preflight, provision, plan, snapshot, stream, verify.")
 

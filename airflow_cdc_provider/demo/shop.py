@@ -140,7 +140,7 @@ def load(dsn: str, scale: float = 1.0) -> int:
 
 
 def _execute(dsn: str, statement: str) -> int:
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with psycopg.connect(dsn, autocommit=True, client_encoding="UTF8") as connection:
         return connection.execute(statement).rowcount
 
 
@@ -310,7 +310,9 @@ class _Work:
 
 def _write(work: _Work, index: int, halt: threading.Event, count: Callable[[], None]) -> None:
     """One connection's loop, until halted."""
-    with psycopg.connect(work.dsn, autocommit=True, application_name="shop writer") as connection:
+    with psycopg.connect(
+        work.dsn, autocommit=True, application_name="shop writer", client_encoding="UTF8"
+    ) as connection:
         writer = _Writer(connection, _Sizes.read(connection), work.seed, index, work.connections)
         pace = _Pace(work.connections / work.rate)
         while not halt.wait(pace.delay()):

@@ -84,7 +84,7 @@ def set_stage(
 
 
 def _load(dsn: str, say: Callable[[str], None], scale: float) -> None:
-    with psycopg.connect(dsn) as connection:
+    with psycopg.connect(dsn, client_encoding="UTF8") as connection:
         shop.create_schema(connection)
     say(f"The shop is loaded: {shop.load(dsn, scale):,} rows in {len(shop.TABLES)} tables.")
 

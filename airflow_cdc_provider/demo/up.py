@@ -6,6 +6,7 @@ it has started ends with it, Spark jobs too, and nothing is left behind.
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ source    {source}
 target    {target}
 pipeline  {file}
 
-Trigger the Dag {dag}: its form is filled in, and with "stopped" as its end the stream goes on until it is stopped.
+Trigger the Dag {dag}: its form is filled in, and with "forever" as its end the stream goes on until it is stopped.
 All of it runs until you press Ctrl-C, which removes it."""
 
 
@@ -66,18 +67,19 @@ def open_house(stage: ShopStage) -> None:
     client = stage.airflow.client
     client.await_dag(DAG)
     client.pause(DAG, False)
-    for name, dsn in (("shop_source", stage.source), ("shop_target", stage.warehouse.address)):
+    for use, dsn in (("source", stage.source), ("target", stage.warehouse.address)):
         address = urlsplit(dsn)
         client.call(
             "POST",
             "/connections",
             json={
-                "connection_id": name,
+                "connection_id": f"shop_{use}",
                 "conn_type": "postgres_cdc",
                 "host": address.hostname,
                 "port": address.port,
                 "login": address.username,
                 "schema": address.path[1:],
+                "extra": json.dumps({"use": use}),
             },
         )
 

@@ -21,18 +21,21 @@ from airflow_cdc_provider.engine.errors import (
     CdcError,
     ConnectionFailed,
     Fenced,
+    Refused,
     Retry,
     SlotBudgetExceeded,
     SparkLost,
+    StreamFailed,
 )
 from airflow_cdc_provider.engine.restart import Attempt, Failure
 from airflow_cdc_provider.engine.run import Run, rejoin, require_latest
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender, reader_name
+from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender
+from airflow_cdc_provider.engine.slot_session import reader_of
 
 T = TypeVar("T")
 
-_UNREACHABLE: tuple[type[Exception], ...] = (ConnectionFailed, *DRIVER_ERRORS)
+_UNREACHABLE: tuple[type[Exception], ...] = (ConnectionFailed, StreamFailed, *DRIVER_ERRORS)
 _ANY: tuple[type[Exception], ...] = (CdcError, *DRIVER_ERRORS)
 
 _log = logging.getLogger(__name__)
@@ -63,8 +66,8 @@ def _give_up_slot(run: Run, exceeded: SlotBudgetExceeded) -> None:
     """
     names = run.pipeline.source
     try:
-        with connected(names.dsn) as source:
-            end_walsender(source, names.slot, reader_name(names.dsn, names.slot), partial(_fenced, run))
+        with connected(names.log_dsn) as source:
+            end_walsender(source, names.slot, reader_of(names), partial(_fenced, run))
             with _fenced(run):
                 drop_free_slot(source, names.slot)
     except Fenced:
@@ -104,23 +107,22 @@ def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | N
         except DRIVER_ERRORS as e:
             error = driver_failure(e, run.part)
         if error.retry is not Retry.RETRY:
+            if isinstance(error, Refused):
+                # A run that has taken over may have made slot and publication anew: that it has is what to say then.
+                with _fenced(run):
+                    pass
             raise error
         if run.stopping:  # whoever ends all processes of a job ends Spark's JVM, too
             break
         if isinstance(error, SparkLost):  # a session does not come back
             raise error
-        before, committed = committed, _committed(run)
+        before, committed = committed, run.committed
         failures.append(Failure(time.monotonic(), before is not None and committed != before))
         following = run.pipeline.stream.restart.after(failures)
         if following is None:
             raise error
         _await(run, following, error)
     return None
-
-
-def _committed(run: Run) -> str | int | None:
-    """What the part says that it has committed: a stream's position, a snapshot's chunks; nothing before it says so."""
-    return run.progress.get("applied_lsn", run.progress.get("finished"))
 
 
 def _await(run: Run, following: Attempt, error: CdcError) -> None:

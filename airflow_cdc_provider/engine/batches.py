@@ -7,19 +7,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.errors import CdcError, Retry, StreamFailed
+from airflow_cdc_provider.engine.errors import CdcError, Retry, StreamFailed, values_hidden
 from airflow_cdc_provider.engine.garbage import release_batches
 from airflow_cdc_provider.engine.run import Run
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
+_ERRORS: tuple[type[Exception], ...] = (CdcError, *DRIVER_ERRORS)
 
 
 class Batches:
@@ -53,13 +54,12 @@ class Batches:
             release_batches()
             try:
                 self._bring(rows, number)
-            except CdcError as e:
-                self._failure = e
+            except _ERRORS as e:
+                self._failure = e if isinstance(e, CdcError) else driver_failure(e, f"committing batch {number}")
+                if values_hidden():  # Spark prints what is raised, with all that it came of
+                    raise self._failure from None
                 raise
-            except DRIVER_ERRORS as e:
-                self._failure = driver_failure(e, f"committing batch {number}")
-                raise
-            except PySparkException as e:
+            except (PySparkException, Py4JJavaError) as e:  # the latter for jobs that PySpark has no class for
                 if not self._run.stopping:
                     self._failure = self._batch_failure(number, str(e))
                 raise

@@ -24,7 +24,8 @@ _SOLUTIONS = {
     "stop": "Find out what keeps the stream from applying the log (`airflow-cdc status`), make room on the source or"
     " raise stream.max_retained_wal, then start again.",
     "drop-slot": "The slot is dropped, as stream.on_max_retained_wal asks, so that the source can remove its log. When"
-    " sink and pipeline work again, run `airflow-cdc resnapshot --all`, then stream.",
+    " sink and pipeline work again, run `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with"
+    " Everything, then stream.",
 }
 _log = logging.getLogger(__name__)
 

@@ -307,11 +307,15 @@ class Buffer:
 
     def idle_position(self, after: Position) -> Position:
         """The position reached when everything with content has been passed; ``after`` otherwise."""
-        idle = self._transaction is None and not self._lengths and self._end <= after
-        if idle and self.position > after.lsn:
+        if (self.passed(after) or 0) > after.lsn:
             self._end = Position(self.position)  # what follows is counted from here
             return self._end
         return after
+
+    def passed(self, after: Position) -> int | None:
+        """Return the LSN up to which nothing with content follows ``after``; ``None`` when something does."""
+        idle = self._transaction is None and not self._lengths and self._end <= after
+        return max(self.position, after.lsn) if idle else None
 
     def take(self, start: Position, end: Position) -> list[Piece]:
         """The pieces of the batch ``(start, end]``, in order."""

@@ -17,6 +17,7 @@ from typing import Any
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.connection import rows
+from airflow_cdc_provider.engine.type_shape import TypeShape, read_shapes
 
 _RELATIONS = """
 SELECT c.oid::int8, n.nspname, c.relname, c.relkind, c.relpersistence, c.relispartition, c.relreplident,
@@ -171,6 +172,8 @@ class Column:
     :param parts: what the type is made of, beneath arrays, domains and ranges, as far as its values read otherwise
         when that changes: each label of an enum with the transaction that gave it, the attributes of a composite.
         ``None`` if there is nothing of the kind, or nobody has looked.
+    :param shape: of a type that does not come with Postgres; ``None`` in records that were written before it was
+        looked at.
     """
 
     name: str
@@ -187,12 +190,19 @@ class Column:
     type_modifier: int = field(default=-1, compare=False)
     beneath: str | None = field(default=None, compare=False)
     parts: Mapping[str, str] | None = field(default=None, compare=False)
+    shape: TypeShape | None = field(default=None, compare=False)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Column:
         """Read a column from JSON values."""
-        operators = values.get("operators")
-        return cls(**{**values, "operators": tuple(operators) if operators else None})
+        operators, shape = values.get("operators"), values.get("shape")
+        return cls(
+            **{
+                **values,
+                "operators": tuple(operators) if operators else None,
+                "shape": TypeShape.from_dict(shape) if shape else None,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -374,12 +384,13 @@ class Catalog:
             leaves[root] += (by_oid[leaf],)
         oids = list(leaves) + [leaf.oid for group in leaves.values() for leaf in group]
         columns: dict[int, tuple[tuple[Column, bool], ...]] = defaultdict(tuple)
-        names = [field.name for field in dataclasses.fields(Column)]
+        names = [field.name for field in dataclasses.fields(Column) if field.name != "shape"]
         stored = [(root, leaf.oid) for root, group in leaves.items() for leaf in group]
         roots = list(leaves)
         parameters = [roots, [root for root, _ in stored], [leaf for _, leaf in stored], roots]
         for oid, *values, generated in rows(connection, _COLUMNS, parameters):
             columns[oid] += ((Column.from_dict(dict(zip(names, values, strict=True))), generated),)
+        columns.update(_with_shapes(connection, columns))
         places: dict[int, str] = dict(rows(connection, _PLACES, [list({leaf for _, leaf in stored})]))
         primary: dict[int, Key] = {}
         identity_index: dict[int, Key] = {}
@@ -394,6 +405,19 @@ class Catalog:
     def key(self, relation: Relation, identity: str) -> Key:
         """What identifies a row of ``relation`` under ``identity``."""
         return (self.identity_index if identity == "i" else self.primary).get(relation.oid, Key())
+
+
+def _with_shapes(
+    connection: Connection, columns: Mapping[int, tuple[tuple[Column, bool], ...]]
+) -> dict[int, tuple[tuple[Column, bool], ...]]:
+    """Say of the columns of some relations what their types are made of, where these do not come with Postgres."""
+    own = {(c.type_oid, c.type) for group in columns.values() for c, _ in group if not c.builtin}
+    shapes = dict(zip(own, read_shapes(connection, list(own)), strict=True))
+    return {
+        oid: tuple((dataclasses.replace(c, shape=shapes.get((c.type_oid, c.type))), g) for c, g in group)
+        for oid, group in columns.items()
+        if any(not c.builtin for c, _ in group)
+    }
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.catalog import Column, Table
 from airflow_cdc_provider.engine.connection import condition, rows, scalar
+from airflow_cdc_provider.engine.errors import values_hidden
 
 # Up to this size all keys are ranked: exact chunks for the price of one index or table scan.
 EXACT_BYTES = 256 << 20
@@ -75,11 +76,14 @@ class Chunk:
         """For humans, for example ``shop.orders[3] 1000 .. 2000``."""
         if self.whole:
             return f"{self.table}[{self.index}] all rows"
-        return f"{self.table}[{self.index}] {' .. '.join(self.shown_bounds).strip()}"
+        bounds = " .. ".join(self.shown_bounds).strip()
+        return f"{self.table}[{self.index}]" + (f" {bounds}" if any(self.shown_bounds) else "")
 
     @property
     def shown_bounds(self) -> tuple[str, str]:
-        """The bounds for humans, shortened; empty for infinity."""
+        """The bounds for humans, shortened; empty for infinity, and where values of rows are hidden."""
+        if values_hidden():
+            return "", ""
         return _shown(self.lower), _shown(self.upper)
 
     def to_dict(self) -> dict[str, Any]:

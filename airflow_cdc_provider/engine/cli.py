@@ -8,68 +8,101 @@ Exit codes are those of :class:`.errors.ExitCode`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from airflow_cdc_provider import __version__
-from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.drivers import driver_failure
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode, StreamFailed
+from airflow_cdc_provider.engine import interrupts
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ExitCode, Interrupted, values_hidden
 from airflow_cdc_provider.engine.groups import Range, parse_chunks
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.run import record_error
+from airflow_cdc_provider.engine.interrupts import SignalCame
 from airflow_cdc_provider.engine.section import as_seconds
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.submission import check_wanted, end_ours
 from airflow_cdc_provider.engine.table import human_bytes, text_table
 
-Handler = Callable[[Pipeline, argparse.Namespace, commands.Report], dict[str, Any]]
+_LOGGED = ("SparkLost", "SparkUnusable", "StreamFailed")
+"""The errors of which Spark's own words may say more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    name = next((each for each in given[:1] if not each.startswith("-")), "airflow-cdc")
+    command: dict[str, Any] = {"name": name, "json": "--json" in given}  # as far as it can be told at once
+
+    def give_up(name: str) -> int:
+        return _tell(command["name"], command["json"], _interrupted(command["name"], name))
+
+    with interrupts.listening(give_up):
+        try:
+            interrupts.arm()
+            options = _parser().parse_args(arguments)
+            command |= {"name": options.command, "json": options.json}
+            outcome = _outcome(options)
+        except (SignalCame, KeyboardInterrupt) as e:
+            outcome = _interrupted(command["name"], e.name if isinstance(e, SignalCame) else "SIGINT")
+        interrupts.close()
+        code = _tell(command["name"], command["json"], outcome)
+        if arguments is None and "airflow_cdc_provider.engine.jvm" in sys.modules:
+            sys.modules["airflow_cdc_provider.engine.jvm"].end_jvm()  # signals would break off that, too, later
+        return code
+
+
+Outcome: TypeAlias = tuple[ExitCode, dict[str, Any] | CdcError]
+
+
+def _outcome(options: argparse.Namespace) -> Outcome:
+    """Run the command; imports what it needs, which takes a second."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # all that it says is raised as well
+    logging.getLogger("airflow_cdc_provider.engine.jvm").setLevel(logging.INFO)  # it names its log
+    from airflow_cdc_provider.engine.dispatch import run_command
+
     try:
-        check_wanted()
-        pipeline = Pipeline.load(options.pipeline)
-        result = _guarded(pipeline, options)
+        return run_command(options, _Progress(options.json))
     except CdcError as e:
-        end_ours(int(e.exit_code), None, e)
-        if options.json:
-            print(json.dumps({"error": e.as_dict()}))
-        else:
-            print(f"{options.command}: {e.message}\n{e.solution}", file=sys.stderr)
-        return int(e.exit_code)
-    end_ours(int(ExitCode.DONE), result, None)
-    if options.json:
-        print(json.dumps(result))
+        return e.exit_code, e
+
+
+def _interrupted(command: str, name: str) -> Outcome:
+    """Tell how a command ends that a signal has broken off: one that can be stopped has been, before it had begun."""
+    if command in _STOPPED:
+        return ExitCode.DONE, _STOPPED[command]
+    return Interrupted.exit_code, Interrupted(
+        f"interrupted by {name}", "Start it again: what has been committed stays, the rest is done again."
+    )
+
+
+def _tell(command: str, as_json: bool, outcome: Outcome) -> int:
+    """Print what has come of a command, write it for those who wait for a submitted job, and return the exit code."""
+    code, result = outcome
+    submission = sys.modules.get("airflow_cdc_provider.engine.submission")
+    error = result if isinstance(result, CdcError) else None
+    if hasattr(submission, "end_ours"):  # else a signal came before it was imported
+        submission.end_ours(int(code), result if error is None else None, error)  # type: ignore[union-attr]
+    if as_json:
+        print(json.dumps(result if error is None else {"error": error.as_dict()}))
+    elif error is not None:
+        print(f"{command}: {error.message}\n{error.solution}", file=sys.stderr)
+    elif result is _STOPPED.get(command):
+        print(f"{command} was stopped by a signal; what has been committed stays.")
     else:
-        print(_HUMAN.get(options.command, _plain)(result))
-    if options.command == "verify" and not result["equal"]:
-        return int(ExitCode.DIFFERENT)
-    return int(ExitCode.DONE)
+        print(_HUMAN.get(command, _plain)(result))  # type: ignore[arg-type]
+    if error is not None and error.kind in _LOGGED:
+        _show_log()
+    return int(code)
 
 
-def _guarded(pipeline: Pipeline, options: argparse.Namespace) -> dict[str, Any]:
-    try:
-        return _HANDLERS[options.command](pipeline, options, _Progress(options.json))
-    except CdcError:
-        raise
-    except KeyboardInterrupt:  # before or between the parts that stop gracefully
-        raise StreamFailed("interrupted", "Start again: what has been committed stays.") from None
-    except Exception as e:
-        error = driver_failure(e, options.command)
-        with contextlib.suppress(CdcError):
-            record_error(State(pipeline.state), options.command, error)
-        raise error from e
+def _show_log() -> None:
+    """Print the end of what Spark has said, if this process has started it."""
+    jvm = sys.modules.get("airflow_cdc_provider.engine.jvm")
+    words = jvm.last_words() if jvm is not None else ""
+    if jvm is not None and words and not values_hidden():
+        print(f"The end of Spark's log, {jvm.log_path()}:\n{words}", file=sys.stderr)
 
 
 class _Progress:
@@ -99,24 +132,6 @@ def _progress_line(command: str, progress: dict[str, Any]) -> str:
     return f"{command} {progress['table']} {progress['done']}/{progress['total']}"
 
 
-def _preflight(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
-    findings = preflight(pipeline)
-    if not options.json:
-        for finding in findings:
-            mark = "!" if finding.warning else "✓" if finding.ok else "✗"
-            remedy = f" {finding.error.solution}" if finding.error else ""
-            print(f"{mark} {finding.message}{remedy}")
-    for finding in findings:
-        if finding.error is not None:
-            raise finding.error
-    if not options.no_spark:
-        from airflow_cdc_provider.engine.session import spark_session
-
-        with spark_session(pipeline, "preflight"):
-            pass
-    return {"findings": [commands.findings_dict(finding) for finding in findings]}
-
-
 def _chunks(text: str) -> tuple[Range, ...]:
     try:
         return parse_chunks(text)
@@ -131,31 +146,11 @@ def _duration(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid. Give {e}.") from e
 
 
-def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
-    if not options.yes:
-        if not sys.stdin.isatty():
-            raise ConfigError("drop needs a confirmation", "Add --yes.")
-        answer = input(f"Remove slot, publication, state and sink record of {pipeline.name}? Type its name: ")
-        if answer.strip() != pipeline.name:
-            raise ConfigError("drop was not confirmed", "Type the pipeline's name, or add --yes.")
-    return commands.drop(pipeline, takeover=options.takeover, source_gone=options.source_gone)
-
-
-_HANDLERS: dict[str, Handler] = {
-    "preflight": _preflight,
-    "provision": lambda p, o, r: commands.provision(p, o.takeover),
-    "snapshot": lambda p, o, r: commands.snapshot(p, epoch=o.epoch, chunks=o.chunks, takeover=o.takeover, report=r),
-    "stream": lambda p, o, r: commands.stream(p, until=o.until, epoch=o.epoch, takeover=o.takeover, report=r),
-    "run": lambda p, o, r: commands.run(p, takeover=o.takeover, report=r),
-    "stop": lambda p, o, r: commands.stop(p),
-    "status": lambda p, o, r: commands.status(p),
-    "verify": lambda p, o, r: commands.verify(p, report=r),
-    "maintain": lambda p, o, r: commands.maintain(p, o.retention),
-    "drop": _drop,
-    "resnapshot": lambda p, o, r: commands.resnapshot(
-        p, tables=o.table or (), everything=o.all, where=o.where, takeover=o.takeover, report=r
-    ),
-}
+def _offsets(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isascii() and first.isdigit() and (last or first).isascii() and (last or first).isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid. Give an offset, or the first and the last: 5-9.")
+    return int(first), int(last or first)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,9 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     stream = command("stream", "Follow the log.")
     stream.add_argument(
         "--until",
-        default="stopped",
-        metavar="stopped|caught-up|lsn:X/Y",
-        help="end when stopped (default), when everything committed until now is applied, or at a position",
+        default="forever",
+        metavar="forever|caught-up|X/Y",
+        help="go on until stopped (default), until everything committed by now is applied, or until an LSN",
     )
     for part in (snapshot, stream):
         part.add_argument("--epoch", type=int, help="the epoch of the run that this is a part of")
@@ -195,6 +190,17 @@ def _parser() -> argparse.ArgumentParser:
     maintain.add_argument(
         "--retention", type=_duration, metavar="DURATION", help="how long replaced files stay, such as '8h'"
     )
+    skip = command("skip", "Pass over messages of a topic that stop the pipeline.")
+    skip.add_argument("--topic", required=True, metavar="NAME", help="the topic")
+    skip.add_argument("--partition", required=True, type=int, metavar="N", help="its partition")
+    skip.add_argument(
+        "--offset",
+        required=True,
+        action="append",
+        type=_offsets,
+        metavar="N|FIRST-LAST",
+        help="one message, or all from one to another; may be repeated",
+    )
     drop = command("drop", "Remove slot, publication, state and sink record, never target tables.")
     drop.add_argument("--yes", action="store_true", help="do not ask")
     drop.add_argument("--source-gone", action="store_true", help="go on if the source cannot be reached")
@@ -205,8 +211,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_UNCOPIED: dict[str, Any] = {"chunks": None, "finished": 0, "rows": 0, "seconds": 0.0}
+_STOPPED: dict[str, dict[str, Any]] = {
+    "snapshot": _UNCOPIED,
+    "stream": {
+        "applied_lsn": None,
+        "changes": 0,
+        "tables": {},
+        "lag_bytes": None,
+        "lag_seconds": None,
+        "caught_up": False,
+    },
+    "run": {"snapshot": _UNCOPIED, "stream": None},
+}
+"""What commands return that were stopped before they had begun."""
+
+
 def _plain(result: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in result.items() if not isinstance(value, list | dict))
+    shown = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
+    return ", ".join(
+        f"{name} {round(value, 1) if isinstance(value, float) else value}" for name, value in shown.items()
+    )
 
 
 def _status(result: dict[str, Any]) -> str:
@@ -223,24 +248,44 @@ def _status(result: dict[str, Any]) -> str:
     lines += [f"{server:8} {message}" for server, message in result["unreachable"].items()]
     if result["applied_lsn"]:
         behind = result["lag_bytes"] is not None
-        lag = f", lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']} s" if behind else ""
+        lag = f", lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']:.1f} s" if behind else ""
         lines.append(f"applied  {result['applied_lsn']}{lag}")
         if "offsets" in result:
             lines[-1] += f", {result['lag_messages']:,} messages behind"
+            if result["held_messages"]:
+                lines.append(f"held     {result['held_messages']:,} of them by a transaction that a producer left open")
         elif not slot and "source" not in result["unreachable"]:
             lines.append("slot     none on the source")
+    lines += [f"skipped  {_skipped(each)}" for each in result.get("skipped", ())]
     if len(result["sinks"]) > 1:
         lines += [f"sink     {sink['sink']}: applied {sink['applied_lsn']}" for sink in result["sinks"]]
+    lines += [
+        f"types    {sink['sink']} converts values to its own types (sink.types: convert)"
+        for sink in result["sinks"]
+        if sink["converts"]
+    ]
     if slot:
         lines.append(
             f"slot     restart_lsn {slot['restart_lsn']}, confirmed_flush_lsn {slot['confirmed_flush_lsn']},"
             f" retains {human_bytes(slot['retained_bytes'])} of {human_bytes(slot['budget']['max_retained_bytes'])}"
             f"{_LEVELS[slot['budget']['level']]}, {slot['wal_status']}"
         )
-    if result["last_error"]:
-        lines.append(f"error    {result['last_error']['message']} {result['last_error']['solution']}")
+    for error in _different(result["attention"], result["last_error"]):
+        lines.append(f"error    {error['message']}. {error['solution']}")
     chunks = [[t["table"], f"{t['finished']}/{t['chunks']}", f"{t['rows']:,}"] for t in result["tables"]]
     return "\n".join([*lines, text_table(["table", "chunks", "rows"], chunks)])
+
+
+def _different(attention: dict[str, Any] | None, last: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What needs attention, and the last error if it is another."""
+    known = attention is not None and last is not None and attention["message"] == last["message"]
+    return [error for error in (attention, None if known else last) if error is not None]
+
+
+def _skipped(skip: dict[str, Any]) -> str:
+    """Tell of messages that are passed over."""
+    last = f"-{skip['last']}" if skip["last"] > skip["first"] else ""
+    return f"{skip['topic']}[{skip['partition']}] {skip['first']}{last}: {skip['cause']}"
 
 
 _LEVELS = {"ok": "", "warning": " (close to the budget)", "exceeded": " (beyond the budget)"}
@@ -271,6 +316,10 @@ def _verify(result: dict[str, Any]) -> str:
     ]
     if result["not_compared"]:
         lines.append(f"Not compared, as changelogs without a key: {', '.join(result['not_compared'])}.")
+    lines += [
+        f"{sink} converts values to types of its own (sink.types: convert): what these do not keep is a difference."
+        for sink in result["converting"]
+    ]
     if not result["equal"] and not result["live"] and result["lag_bytes"]:
         lines.append(f"No stream is running, and {human_bytes(result['lag_bytes'])} of log have not been applied.")
     return "\n".join([table, *lines])
@@ -310,5 +359,6 @@ _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
     "provision": _provision,
     "maintain": _maintain,
     "preflight": lambda result: f"All {len(result['findings'])} checks passed.",
+    "skip": lambda result: "\n".join(f"Passed over: {_skipped(each)}" for each in result["skipped"]),
     "stop": lambda result: f"Asked {', '.join(result['asked'])} to end." if result["asked"] else "Nothing is running.",
 }

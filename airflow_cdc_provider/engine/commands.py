@@ -13,24 +13,37 @@ from typing import TYPE_CHECKING, Any
 from airflow_cdc_provider.engine import preflight as checks
 from airflow_cdc_provider.engine import provisioning, removal, requests, reread, slot
 from airflow_cdc_provider.engine.attempts import keep_trying
+from airflow_cdc_provider.engine.attention import (
+    NEEDED,
+    STARTING,
+    noting_errors,
+    source_trouble,
+    starting,
+    trouble_in_state,
+)
 from airflow_cdc_provider.engine.barriers import PATIENCE_SECONDS, Barriers
+from airflow_cdc_provider.engine.beginning import rehearse, require_copied, run_with_spark, spark_before
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected
-from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, GateClosed
+from airflow_cdc_provider.engine.ending import Ending
+from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed
 from airflow_cdc_provider.engine.findings import Finding, require
 from airflow_cdc_provider.engine.gate import gate
 from airflow_cdc_provider.engine.grid import chunk_grid
 from airflow_cdc_provider.engine.groups import Range, part_of
 from airflow_cdc_provider.engine.ledger import write_ledger
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.run import (
+    PROVISION,
     RESNAPSHOT,
     STREAM,
     budget_of,
     commit_record_of,
     existing_record,
     last_error,
+    record_if_any,
+    refuse_second_writer,
     request_stop,
     run_part,
     sink_of,
@@ -65,8 +78,9 @@ def preflight(pipeline: Pipeline) -> dict[str, Any]:
 
     :raises CdcError: the first finding that stands in the way.
     """
-    findings = checks.preflight(pipeline)
-    require(findings)
+    with noting_errors(pipeline, "preflight"):
+        findings = checks.preflight(pipeline)
+        require(findings)
     return {"findings": [findings_dict(finding) for finding in findings]}
 
 
@@ -90,6 +104,11 @@ def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
 
     :param takeover: go on although another run is alive.
     """
+    with noting_errors(pipeline, PROVISION):
+        return _provision(pipeline, takeover)
+
+
+def _provision(pipeline: Pipeline, takeover: bool) -> dict[str, Any]:
     if pipeline.topics is not None:
         from airflow_cdc_provider.engine.topics import provisioning as topics
 
@@ -152,14 +171,18 @@ def snapshot(
     :param epoch: of the run that this is a part of; ``None`` for a run of its own.
     :param chunks: only these; ``None`` for all.
     """
-    from airflow_cdc_provider.engine.session import outliving, spark_session
+    from airflow_cdc_provider.engine.session import outliving
     from airflow_cdc_provider.engine.snapshot import SnapshotProgress, choose_chunks, copy_chunks
 
-    with run_part(pipeline, part_of(chunks), epoch, takeover) as (run, record):
+    part, nothing = part_of(chunks), {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
+    if not choose_chunks(existing_record(pipeline), chunks):
+        with run_part(pipeline, part, epoch, takeover):
+            return nothing
+    with run_with_spark(pipeline, part, epoch, takeover) as (run, record, spark):
         chosen = choose_chunks(record, chunks)
         ours = frozenset(chosen)
         if not chosen:
-            return {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
+            return nothing
         write_ledger(pipeline, run.state, record)
         done = SnapshotProgress(len(chosen))
 
@@ -175,12 +198,10 @@ def snapshot(
                 run.progress = done.as_dict()
                 report("snapshot", run.progress)
 
-            with outliving(spark):
+            with outliving(spark, lambda: run.stopping):
                 copy_chunks(spark, run, record, choose_chunks(record, chunks), tell)
 
-        with spark_session(pipeline, "snapshot") as spark:
-            run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
-            keep_trying(run, record, attempt)
+        keep_trying(run, record, attempt)
         write_ledger(pipeline, run.state, existing_record(pipeline))
         return {name: done.as_dict()[name] for name in ("chunks", "finished", "rows", "seconds", "rows_per_second")}
 
@@ -188,27 +209,23 @@ def snapshot(
 def stream(
     pipeline: Pipeline,
     *,
-    until: str = "stopped",
+    until: str = "forever",
     epoch: int | None = None,
     takeover: bool = False,
     report: Report = _silent,
 ) -> dict[str, Any]:
     """Follow the log.
 
-    :param until: ``stopped``, ``caught-up`` (everything committed before this command began, and H, is durable in the
-        sink) or ``lsn:X/Y``.
+    :param until: ``forever``, ``caught-up`` (everything committed before this command began, and H, is durable in the
+        sink) or ``lsn:X/Y``; see :meth:`.Ending.parse`.
     """
-    from airflow_cdc_provider.engine.session import outliving, spark_session
+    from airflow_cdc_provider.engine.session import outliving
     from airflow_cdc_provider.engine.stream import StreamProgress
 
-    wanted = _until(until)
-    with run_part(pipeline, STREAM, epoch, takeover) as (run, record):
-        if record.unfinished:
-            raise GateClosed(
-                f"{len(record.unfinished)} chunks of pipeline {pipeline.name!r} have not been read",
-                "Run `airflow-cdc snapshot` first; `airflow-cdc run` does both.",
-            )
-        follow, reached = _follower(pipeline, record, wanted, until == "caught-up")
+    ending = Ending.parse(until)
+    with run_with_spark(pipeline, STREAM, epoch, takeover) as (run, record, spark):
+        require_copied(pipeline, record)
+        follow, reached = _follower(pipeline, record, ending)
         done = StreamProgress(record.applied)
 
         def attempt(record: Record) -> None:
@@ -220,31 +237,25 @@ def stream(
                 run.progress = done.as_dict()
                 report("stream", run.progress)
 
-            with outliving(spark):
+            with outliving(spark, lambda: run.stopping):
                 follow(spark, run, record, tell)
 
-        with spark_session(pipeline, "stream") as spark:
-            run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
-            keep_trying(run, record, attempt)
+        keep_trying(run, record, attempt)
         told = done.as_dict() | run.lag.as_dict()
         names = ("applied_lsn", "changes", "tables", "lag_bytes", "lag_seconds")
         return {name: told[name] for name in names} | {"caught_up": reached(done)}
 
 
-def _follower(pipeline: Pipeline, record: Record, wanted: int | None, catch_up: bool) -> tuple[Follow, Reached]:
-    """What follows the source until it has reached what was asked for, and what tells whether it has.
-
-    :param wanted: the LSN, or the unit, to be reached.
-    :param catch_up: reach what has been committed until now.
-    """
+def _follower(pipeline: Pipeline, record: Record, ending: Ending) -> tuple[Follow, Reached]:
+    """Return what follows the source until its end is reached, and what tells whether it has been."""
     if pipeline.topics is not None:
         from airflow_cdc_provider.engine.topics.job import follower
 
-        return follower(pipeline, wanted, catch_up)
+        return follower(pipeline, ending.lsn, ending.caught_up)
     from airflow_cdc_provider.engine.stream import StreamJob
 
-    target = wanted
-    if catch_up:
+    target = ending.lsn
+    if ending.caught_up:
         with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
             target = max(slot.emit_marker(source, "caught-up"), record.high)
     return (
@@ -253,22 +264,28 @@ def _follower(pipeline: Pipeline, record: Record, wanted: int | None, catch_up: 
     )
 
 
-def _until(until: str) -> int | None:
-    if until in ("stopped", "caught-up"):
-        return None
-    kind, _, text = until.partition(":")
-    try:
-        if kind == "lsn":
-            return parse_lsn(text)
-    except ValueError:
-        pass
-    raise ConfigError(f"--until {until!r} is not valid", "Give stopped, caught-up or lsn:X/Y.")
-
-
 def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent) -> dict[str, Any]:
     """Provision, snapshot, stream until caught up; with ``snapshot.mode: only``, remove the slot then."""
     if pipeline.snapshot.mode == "only" and _finished_for_good(pipeline):
         return {"snapshot": None, "stream": None}
+    with spark_before(pipeline, PROVISION, "run", lambda: _check_run(pipeline, takeover)):
+        return _run(pipeline, takeover, report)
+
+
+def _check_run(pipeline: Pipeline, takeover: bool) -> None:
+    """Check what :func:`run` is refused for, before Spark is started for it."""
+    require(checks.preflight(pipeline))
+    asks = pipeline.topics is None and not takeover and _streaming(State(pipeline.state)) and _joining(pipeline)
+    if not asks:  # else tables that have joined are left to the stream
+        _refuse_second(pipeline, takeover)
+
+
+def _refuse_second(pipeline: Pipeline, takeover: bool) -> None:
+    record = record_if_any(pipeline)
+    refuse_second_writer(State(pipeline.state), record.epoch if record else 0, None, takeover)
+
+
+def _run(pipeline: Pipeline, takeover: bool, report: Report) -> dict[str, Any]:
     provisioned = provision(pipeline, takeover)
     epoch = int(provisioned["epoch"])
     copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
@@ -277,7 +294,7 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = _silent)
         return {"snapshot": copied, "stream": None}
     streamed = stream(pipeline, until="caught-up", epoch=epoch, takeover=takeover, report=report)
     if pipeline.snapshot.mode == "only" and streamed["caught_up"]:
-        with connected(pipeline.source.dsn) as source:
+        with connected(pipeline.source.dsn, writes=True) as source:
             removal.remove_slot(source, pipeline, record, State(pipeline.state))
     return {"snapshot": copied, "stream": streamed}
 
@@ -296,13 +313,35 @@ def stop(pipeline: Pipeline) -> dict[str, Any]:
     return {"asked": request_stop(State(pipeline.state))}
 
 
+def skip(
+    pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[tuple[int, int]], *, takeover: bool = False
+) -> dict[str, Any]:
+    """Pass over messages of a topic that stop the pipeline; the sinks' records note them.
+
+    :param offsets: ranges, of which the first and the last one are included.
+    :raises ConfigError: when the pipeline reads tables, or a message has been read or is not there.
+    """
+    if pipeline.topics is None:
+        raise ConfigError(
+            f"skip passes over messages of topics, and pipeline {pipeline.name!r} reads tables",
+            "To go on without a change of the log, run `airflow-cdc resnapshot --all`.",
+        )
+    from airflow_cdc_provider.engine.topics import provisioning as topics
+    from airflow_cdc_provider.engine.topics.skips import Skip
+
+    skips = [Skip(topic, partition, first, last, "passed over by hand") for first, last in offsets]
+    record = topics.skip(pipeline, skips, takeover)
+    return {"epoch": record.epoch, "skipped": record.identity["skipped"]}
+
+
 def status(pipeline: Pipeline) -> dict[str, Any]:
     """Where the pipeline is. While a job lives, a server that cannot be reached is a part of the answer.
 
     :raises ConnectionFailed: when a server cannot be reached and no job lives.
     """
     state = State(pipeline.state)
-    beats = [beat for beat in read_heartbeats(state) if beat.alive]
+    all_beats = read_heartbeats(state)
+    beats = [beat for beat in all_beats if beat.alive]
     unreachable: dict[str, Any] = {}
     record: Record | None = None
     records: dict[str, Record | None] = {}
@@ -318,23 +357,33 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     if len(known) == len(pipeline.sinks):
         record = merged(known)
     topics: dict[str, Any] = {}
+    trouble: CdcError | None = None
     try:
         if pipeline.topics is not None:
             topics = _topics_status(pipeline, record)
+            trouble = None if beats else source_trouble(pipeline, None, known)
         else:
             with connected(pipeline.source.dsn) as source:
                 found = slot.read_slot(source, pipeline.source.slot)
                 if record is not None:
                     lag_bytes, lag_seconds = _lag(source, record)
+                trouble = None if beats else source_trouble(pipeline, source, known)  # a job passes the gate itself
     except ConnectionFailed as e:
         unreachable["source"] = e
     if unreachable and not beats:
         raise next(iter(unreachable.values()))
+    if lag_seconds is not None:  # a live stream knows whether there is anything to apply
+        told = (beat.progress.get("lag_seconds") for beat in beats if beat.part == STREAM)
+        lag_seconds = next((seconds for seconds in told if seconds is not None), lag_seconds)
+    converting = _converting(pipeline)
     restart = next((beat.progress["restart"] for beat in beats if "restart" in beat.progress), None)
     error = restart["error"] if restart else last_error(state)
+    attention = trouble.as_dict() if trouble is not None else trouble_in_state(state, all_beats)
+    condition = _condition(record, beats, restart, bool(starting(state, all_beats)), attention is not None)
     return {
         "pipeline": pipeline.name,
-        "state": _condition(record, beats, restart, error),
+        "state": condition,
+        "attention": attention if condition == NEEDED else None,
         "epoch": record.epoch if record else next((beat.epoch for beat in beats), None),
         "consistent": record.consistent if record else False,
         "applied_lsn": format_lsn(record.applied) if record else None,
@@ -346,6 +395,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
                 "sink": place,
                 "applied_lsn": format_lsn(each.applied) if each else None,
                 "consistent": each.consistent if each else False,
+                "converts": place in converting,
             }
             for place, each in records.items()
         ],
@@ -359,10 +409,15 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
+_READ: dict[str, Any] = {"offsets": {}, "skipped": []}
+"""What a commit record says of topics, with what it says when there is none."""
+
+
 def _topics_status(pipeline: Pipeline, record: Record | None) -> dict[str, Any]:
     from airflow_cdc_provider.engine.topics.gate import lag_of
 
-    return {"offsets": record.identity["offsets"] if record else {}, "lag_messages": lag_of(pipeline, record)}
+    read = {name: record.identity.get(name, default) if record else default for name, default in _READ.items()}
+    return {**read, **lag_of(pipeline, record)}
 
 
 def _tables(record: Record, beats: Sequence[Heartbeat]) -> list[dict[str, Any]]:
@@ -377,15 +432,17 @@ def _budget(pipeline: Pipeline, found: slot.SlotState) -> dict[str, Any]:
 
 
 def _condition(
-    record: Record | None, beats: Sequence[Heartbeat], restart: dict[str, Any] | None, error: dict[str, Any] | None
+    record: Record | None, beats: Sequence[Heartbeat], restart: dict[str, Any] | None, begins: bool, trouble: bool
 ) -> str:
     if restart:
         return "restarting"
     if beats:
         return "streaming" if STREAM in [beat.part for beat in beats] else "snapshotting"
-    if record is None:
-        return "new"
-    return "failed" if error else "stopped"
+    if begins:
+        return STARTING
+    if trouble:
+        return NEEDED
+    return "new" if record is None else "stopped"
 
 
 def _lag(source: Connection, record: Record) -> tuple[int, float]:
@@ -404,6 +461,11 @@ class _LiveStream:
 
 def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
+    with noting_errors(pipeline, "verify", ends_run=False):
+        return _verify(pipeline, report)
+
+
+def _verify(pipeline: Pipeline, report: Report) -> dict[str, Any]:
     record, live = existing_record(pipeline), _streaming(State(pipeline.state))
     results: list[dict[str, Any]] = []
     not_compared: set[str] = set()
@@ -414,7 +476,7 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
     if pipeline.topics is not None:
         from airflow_cdc_provider.engine.topics.verify import verify as verify_topics
 
-        return verify_topics(pipeline, live, tell)
+        return verify_topics(pipeline, live, tell) | {"converting": _converting(pipeline)}
     with connected(pipeline.source.dsn) as source:
         lag, _ = _lag(source, record)
         for branch in pipeline.branches:
@@ -433,7 +495,13 @@ def verify(pipeline: Pipeline, *, report: Report = _silent) -> dict[str, Any]:
         "live": live,
         "lag_bytes": lag,
         "not_compared": sorted(not_compared),
+        "converting": _converting(pipeline),
     }
+
+
+def _converting(pipeline: Pipeline) -> list[str]:
+    """The sinks whose target tables need not keep the source's values, since the file says so."""
+    return [sink.place for sink in pipeline.sinks if getattr(sink, "types", "keep") == "convert"]
 
 
 def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, Any]:
@@ -441,13 +509,14 @@ def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, An
 
     :param retention: seconds that replaced files stay, for readers; each store's own by default.
     """
-    return {
-        "sinks": [
-            {"sink": sink.place, "done": list(sink.maintain(pipeline.name, retention))}
-            for sink in pipeline.sinks
-            if isinstance(sink, Maintained)
-        ]
-    }
+    with noting_errors(pipeline, "maintain", ends_run=False):
+        return {
+            "sinks": [
+                {"sink": sink.place, "done": list(sink.maintain(pipeline.name, retention))}
+                for sink in pipeline.sinks
+                if isinstance(sink, Maintained)
+            ]
+        }
 
 
 def resnapshot(
@@ -472,9 +541,23 @@ def resnapshot(
     _refuse_topics(pipeline, "resnapshot")
     if everything == bool(tables) or (everything and where):
         raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
+    with noting_errors(pipeline, RESNAPSHOT, ends_run=everything):
+        return _resnapshot(pipeline, tables, everything, where, takeover, request, report)
+
+
+def _resnapshot(
+    pipeline: Pipeline,
+    tables: Sequence[str],
+    everything: bool,
+    where: str | None,
+    takeover: bool,
+    request: str | None,
+    report: Report,
+) -> dict[str, Any]:
     if everything:
-        epoch = int(start_over(pipeline, takeover=takeover)["epoch"])
-        copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
+        with spark_before(pipeline, RESNAPSHOT, RESNAPSHOT, lambda: _refuse_second(pipeline, takeover)):
+            epoch = int(start_over(pipeline, takeover=takeover)["epoch"])
+            copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
         read = {c.chunk.table: c.rows for c in existing_record(pipeline).chunks}
         return {"requested": None, "rows": copied["rows"], "tables": read}
     state, record = State(pipeline.state), existing_record(pipeline)
@@ -486,6 +569,7 @@ def resnapshot(
     if _streaming(state) and not takeover:
         name = requests.request(pipeline, list(tables), where, request)
         return {"requested": name, "rows": None, "tables": {}}
+    rehearse(pipeline, RESNAPSHOT, takeover)
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
         written: dict[str, int] = {}
         for each in run.branches:
@@ -498,7 +582,8 @@ def resnapshot(
 def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
     """Recreate publication and slot, and plan all tables to be read again; a snapshot under the epoch reads them."""
     _refuse_topics(pipeline, "resnapshot")
-    epoch = provisioning.start_over(pipeline, takeover)
+    with noting_errors(pipeline, PROVISION):
+        epoch = provisioning.start_over(pipeline, takeover)
     record = existing_record(pipeline)
     return {
         "epoch": epoch,

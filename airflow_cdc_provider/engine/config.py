@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,21 +23,24 @@ from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.restart import Restart, Strategy
 from airflow_cdc_provider.engine.section import (
     Section,
+    as_flag,
     as_mapping,
     as_positive_integer,
     as_positive_seconds,
     as_postgres_uri,
     as_seconds,
     as_text,
+    database_of,
     one_of,
     parse_bytes,
+    without_password,
 )
 from airflow_cdc_provider.engine.sinks.registry import sink_settings, sink_types
-from airflow_cdc_provider.engine.sinks.settings import SinkSettings, SparkBound
+from airflow_cdc_provider.engine.sinks.settings import Naming, SinkSettings, SparkBound
 from airflow_cdc_provider.engine.topics.settings import TopicSource
 
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
-_NAME = re.compile(r"[a-z0-9_]{1,40}")
+NAME = re.compile(r"[a-z0-9_]{1,40}")
 _SLOT = re.compile(r"[a-z0-9_]{1,63}")
 # A JVM that has run out of memory loses any of its threads and may hang for ever; one that is killed is noticed. (The
 # flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
@@ -67,13 +70,29 @@ class TableRule:
 
 @dataclass(frozen=True)
 class Source:
-    """Where changes come from; ``dsn`` is a libpq URI with its variables and connection id resolved."""
+    """Where changes come from; DSNs are libpq URIs with their variables and connection ids resolved.
+
+    :param replication_dsn: for what takes REPLICATION, the slot and the log; ``""`` to use ``dsn`` for it.
+    """
 
     dsn: str = field(repr=False)
     tables: tuple[TableRule, ...]
     slot: str
     publication: str
     type: Literal["postgres"] = "postgres"
+    replication_dsn: str = field(default="", repr=False)
+
+    @property
+    def log_dsn(self) -> str:
+        """As whom the log is read."""
+        return self.replication_dsn or self.dsn
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """Texts that no log may show."""
+        from airflow_cdc_provider.engine.connection import passwords  # late: reading Dags must not load a driver
+
+        return [*passwords(self.dsn), *passwords(self.replication_dsn)]
 
 
 @dataclass(frozen=True)
@@ -117,6 +136,13 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True)
+class MessageSettings:
+    """What messages show: ``values`` of rows, and bounds of keys, or none."""
+
+    values: bool = True
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """A whole pipeline file.
 
@@ -134,6 +160,7 @@ class Pipeline:
     stream: StreamSettings = field(default_factory=StreamSettings)
     spark: SparkSettings = field(default_factory=SparkSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    messages: MessageSettings = field(default_factory=MessageSettings)
 
     @property
     def source(self) -> Source:
@@ -246,6 +273,7 @@ class Pipeline:
             ),
             spark=root.settings("spark", SparkSettings, master=as_text, conf=as_mapping),
             metrics=root.settings("metrics", MetricsSettings, prometheus=_address),
+            messages=root.settings("messages", MessageSettings, values=as_flag),
         )
         source.finish()
         for sink in sinks:
@@ -254,7 +282,10 @@ class Pipeline:
         if not resolve:
             return pipeline
         conf = {"spark.master": pipeline.spark.master, **pipeline.spark_conf}
-        bound = (sink.with_spark(conf) if isinstance(sink, SparkBound) else sink for sink in pipeline.sinks)
+        bound = [sink.with_spark(conf) if isinstance(sink, SparkBound) else sink for sink in pipeline.sinks]
+        if pipeline.topics is None:
+            name = database_of(pipeline.source.dsn)
+            bound = [sink.with_database(name) if isinstance(sink, Naming) else sink for sink in bound]
         return replace(pipeline, sinks=tuple(bound))
 
 
@@ -276,9 +307,21 @@ def _read_document(path: str | os.PathLike[str]) -> object:
         mark = getattr(e, "problem_mark", None)
         place = f" at line {mark.line + 1}" if mark else ""
         raise ConfigError(
-            f"the pipeline file {os.fspath(path)} is not YAML{place}: {getattr(e, 'problem', 'unreadable')}",
+            f"the pipeline file {os.fspath(path)} is not YAML{place}: {_yaml_problem(e)}",
             "Mend the file at that place.",
         ) from None
+    except Exception:  # a date that there is not, or what a tag makes of its value
+        raise ConfigError(
+            f"the pipeline file {os.fspath(path)} has a value that is not what it looks like, as 2024-02-30 is no date",
+            "Put values that are texts into quotes.",
+        ) from None
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong, if that names no more of the file than a character: aliases and tags may be passwords."""
+    problem = getattr(error, "problem", None) or "unreadable"
+    named = re.search(r"(['\"])[^<'\"\s]{2,}\1", problem)
+    return "a tag, an anchor or an alias that is not known" if named else problem
 
 
 def _source(section: Section, name: str) -> Source | TopicSource:
@@ -289,6 +332,7 @@ def _source(section: Section, name: str) -> Source | TopicSource:
         tables=section.take("tables", _table_rules),
         slot=section.take("slot", _slot_name, f"airflow_cdc_{name}"),
         publication=section.take("publication", _publication_name, f"airflow_cdc_{name}"),
+        replication_dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres", prefix="replication_"),
     )
 
 
@@ -306,13 +350,15 @@ def _restart(section: Section) -> Restart:
         "none": {},
     }
     strategy = section.take("strategy", one_of(*checks), default.strategy)
+    if strategy not in checks:  # a variable that is unknown here; it decides about the other keys
+        return default
     given = {name: section.take(name, check, getattr(default, name)) for name, check in checks[strategy].items()}
     section.finish()
     return dataclasses.replace(default, strategy=cast(Strategy, strategy), **given)
 
 
 def _name(value: object) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not NAME.fullmatch(value):
         raise ValueError("1 to 40 of the characters a-z, 0-9 and _")
     return value
 
@@ -342,7 +388,7 @@ def _address(value: object) -> tuple[str, int]:
 
 
 def _state_url(value: object) -> str:
-    text = as_text(value)
+    text = without_password(as_text(value))
     return text if "://" in text else f"file://{Path(text).absolute()}"
 
 

@@ -1,12 +1,12 @@
 """Connections to Postgres servers, for control queries and COPY.
 
-Every session fixes the settings that decide how values look as text: what a role
-or a database sets by default would otherwise leak into snapshot and stream. The
-same settings are given to the replication connection and to ADBC.
+Every session has the settings of :mod:`.session_settings`, or is refused; so have
+the replication connection and that of ADBC.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -17,46 +17,19 @@ import psycopg2.extensions
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.condition import find_trouble
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.errors import (
+    CdcError,
+    ConfigError,
+    ConnectionFailed,
+    LoginRefused,
+    MissingPrivilege,
+    UnsafeSession,
+)
 from airflow_cdc_provider.engine.liveness import watch
 from airflow_cdc_provider.engine.locks import CONTROL_LOCK_SECONDS, naming_holders
+from airflow_cdc_provider.engine.session_settings import SESSION, options, require_settled, settle
 
 Connection: TypeAlias = psycopg2.extensions.connection
-
-SESSION = {
-    "datestyle": "ISO",
-    "intervalstyle": "postgres",
-    "extra_float_digits": "3",
-    "TimeZone": "UTC",
-    "bytea_output": "hex",
-    "client_encoding": "UTF8",
-    "lc_monetary": "C",
-    "xmlbinary": "base64",
-    "xmloption": "content",
-    "array_nulls": "on",
-    "quote_all_identifiers": "off",
-    "standard_conforming_strings": "on",
-    "search_path": "pg_catalog",
-    # A stricter one would let commits beside each other fail, and statements of a session see an old snapshot.
-    "default_transaction_isolation": r"read\ committed",
-    # What a role or a database sets against its own forgetful clients would end long reads and commits. Who must not
-    # wait for a lock for ever says so, as connect() does.
-    "statement_timeout": "0",
-    "lock_timeout": "0",
-    "idle_in_transaction_session_timeout": "0",
-    "idle_session_timeout": "0",
-    # For the server's side, which would hold the locks of a client that is gone for hours.
-    "tcp_keepalives_idle": "15",
-    "tcp_keepalives_interval": "5",
-    "tcp_keepalives_count": "3",
-    # It would also end who waits for us: data that a full buffer does not take is unacknowledged for as long as that.
-    "tcp_user_timeout": "0",
-}
-
-NO_TRANSACTION_TIMEOUT = (
-    "SELECT set_config('transaction_timeout', '0', false) WHERE current_setting('transaction_timeout', true) <> '0'"
-)
-"""For the start of a session: the setting exists from Postgres 17 on, so it cannot stand among the others."""
 
 CONNECT_TIMEOUT = 10
 
@@ -80,9 +53,11 @@ def session_dsn(dsn: str, application: str, settings: Mapping[str, str] | None =
     """
     parts = urlsplit(dsn)
     query = dict(parse_qsl(parts.query.replace("+", "%2B")))  # a plus is itself to libpq
-    options = " ".join(f"-c {name}={value}" for name, value in (SESSION | dict(settings or {})).items())
-    query["options"] = f"{query['options']} {options}" if "options" in query else options
-    query = _TRANSPORT | {"application_name": application} | query
+    ours = options(SESSION | dict(settings or {}))
+    query["options"] = f"{query['options']} {ours}" if "options" in query else ours
+    # Stated in the packet of the start, where PGCLIENTENCODING would otherwise stand and override the options.
+    encoding = {"client_encoding": SESSION["client_encoding"]}
+    query = _TRANSPORT | {"application_name": application} | query | encoding
     return urlunsplit(parts._replace(query=urlencode(query, quote_via=quote)))
 
 
@@ -113,30 +88,32 @@ def connect(
     *,
     autocommit: bool = True,
     settings: Mapping[str, str] | None = None,
+    writes: bool = False,
 ) -> Connection:
     """Open a connection with the session settings of this engine, which waits for a lock no longer than a while.
 
-    :raises ConnectionFailed: when the server cannot be reached or refuses the login.
+    :param writes: whether tables or definitions are changed on it; slots and messages of the log are neither.
+    :raises ConnectionFailed: when the server cannot be reached or, as :class:`.LoginRefused`, refuses the login.
+    :raises UnsafeSession: when the session does not get its settings.
     """
+    limits = {"lock_timeout": f"{int(CONTROL_LOCK_SECONDS * 1000)}ms"}
     try:
-        limits = {"lock_timeout": f"{int(CONTROL_LOCK_SECONDS * 1000)}ms"}
         connection = psycopg2.connect(session_dsn(dsn, application, limits | dict(settings or {})))
         watch(connection, dsn)
         connection.autocommit = True
-        if connection.server_version >= 170000:
-            rows(connection, NO_TRANSACTION_TIMEOUT)
+        found = row(connection, settle(writes))
     except psycopg2.Error as e:
-        raise connection_failure(
-            dsn,
-            "connect",
-            str(e),
-            "Check that the server runs and is reachable from here, and that user, password and database are right.",
-        ) from None
+        raise connection_failure(dsn, "connect", str(e)) from None
+    try:
+        require_settled(describe(dsn), found, connection.info.backend_pid)
+    except UnsafeSession:
+        connection.close()
+        raise
     connection.autocommit = autocommit
     return connection
 
 
-# What refuses a login for a reason that its message tells, and what to do about it.
+# What a server, or libpq, refuses for a reason that its message tells, and what to do about it.
 _REMEDIES = {
     "certificate verify failed": "Let sslrootcert of the DSN name the certificate of the authority that has signed the"
     " server's, or correct the server's certificate.",
@@ -145,13 +122,36 @@ _REMEDIES = {
     "root certificate file": "Put the authority's certificate where sslrootcert names it: on the driver, on every"
     " executor, and on Airflow's workers.",
     "does not support SSL": "Turn on ssl at the server, or take sslmode out of the DSN.",
-    "no encryption": "Add sslmode=verify-full and sslrootcert to the DSN, if pg_hba.conf admits encrypted connections"
-    " only; otherwise let it admit this role.",
     "requires a valid client certificate": "Add sslcert and sslkey to the DSN.",
 }
 
 
-def connection_failure(dsn: str, what: str, text: str, otherwise: str) -> CdcError:
+# A server's own refusals of a login (SQLSTATE 28P01, 28000, 3D000), and those of PgBouncer, as patterns of the message:
+# drivers give no SQLSTATE of a connection that was not made.
+_LOGIN_REMEDIES = {
+    r"password authentication failed|no password supplied|SASL authentication failed|wrong password": "Correct the"
+    " password in the DSN, or in the variable or connection that it names; on the server,"
+    " `ALTER ROLE … PASSWORD` sets another.",
+    r'role ".*" does not exist|no such user': "Correct the user in the DSN, or create the role on the server.",
+    r"is not permitted to log in": "Run: ALTER ROLE … LOGIN; or name another role in the DSN.",
+    r'database ".*" does not exist|no such database': "Correct the database in the DSN, or create it on the server.",
+    # Not LDAP, RADIUS, PAM, GSSAPI, BSD: Postgres says the same where the service behind them is down for a while.
+    r"(Peer|Ident|certificate) authentication failed": "Correct the user in the DSN, or have"
+    " pg_hba.conf ask this role for a password.",
+    r"no encryption": "Add sslmode=verify-full and sslrootcert to the DSN, if pg_hba.conf admits encrypted connections"
+    " only; otherwise let it admit this role.",
+    r"no pg_hba.conf entry|pg_hba.conf rejects": "Have pg_hba.conf admit this role to this database from here; a"
+    " `replication` entry does not matter, as the pipeline names a database.",
+    r"unsupported startup parameter": "Give the DSN the server's own address: this is a connection pooler's, and behind"
+    " it a session has not the settings that keep values as they are.",
+    r'invalid value for parameter "(TimeZone|DateStyle)"': "Take PGTZ and PGDATESTYLE out of the environment of this"
+    " process.",
+}
+
+
+def connection_failure(
+    dsn: str, what: str, text: str, otherwise: str = "Check that the server runs and is reachable from here."
+) -> CdcError:
     """The error for a connection that was not made.
 
     :param what: what was tried, as in "cannot connect".
@@ -164,7 +164,19 @@ def connection_failure(dsn: str, what: str, text: str, otherwise: str) -> CdcErr
         parts = urlsplit(dsn)
         database, user = (quoted(unquote(name)) for name in (parts.path.lstrip("/"), parts.username or "…"))
         return MissingPrivilege(message, f"Run: GRANT CONNECT ON DATABASE {database} TO {user};")
+    if remedy := _login_remedy(dsn, text):
+        return LoginRefused(message, remedy)
     return ConnectionFailed(message, next((r for mark, r in _REMEDIES.items() if mark in text), otherwise))
+
+
+def _login_remedy(dsn: str, text: str) -> str | None:
+    """What to do about a refused login; ``None`` where none was refused, or another server of the DSN may come back."""
+    if "SSL SYSCALL error" in text or "SSL error" in text:  # the refusal is that of a second try, without TLS
+        return None
+    tries = [each for each in re.split(r"(?=connection to server )", text) if each.strip()]
+    found = [next((r for mark, r in _LOGIN_REMEDIES.items() if re.search(mark, each)), None) for each in tries]
+    several = "," in psycopg2.extensions.parse_dsn(dsn).get("host", "")
+    return None if several and None in found else next(filter(None, found), None)
 
 
 def without_password(text: str, dsn: str) -> str:
@@ -192,13 +204,13 @@ def quoted(name: str) -> str:
 
 @contextmanager
 def connected(
-    dsn: str, application: str = "airflow-cdc", *, settings: Mapping[str, str] | None = None
+    dsn: str, application: str = "airflow-cdc", *, settings: Mapping[str, str] | None = None, writes: bool = False
 ) -> Iterator[Connection]:
-    """An autocommitting connection that is closed at the end of the block.
+    """An autocommitting connection that is closed at the end of the block; see :func:`connect`.
 
     :raises TableLocked: when it has waited for a lock for too long.
     """
-    connection = connect(dsn, application, settings=settings)
+    connection = connect(dsn, application, settings=settings, writes=writes)
     try:
         with naming_holders():
             yield connection
@@ -216,13 +228,23 @@ def rows(connection: Connection, query: Any, parameters: Any = None) -> list[tup
         try:
             cursor.execute(query, parameters)
         except psycopg2.errors.InsufficientPrivilege as e:
-            user = connection.info.user
-            raise MissingPrivilege(
-                f"role {user!r} may not do this on {connection.info.host}:{connection.info.port}/"
-                f"{connection.info.dbname}: {_first_line(e)}",
-                f"Grant the role {user!r} the privilege that the message names.",
-            ) from e
+            info = connection.info
+            where = f"role {info.user!r} may not do this on {info.host}:{info.port}/{info.dbname}"
+            raise MissingPrivilege(f"{where}: {_first_line(e)}", privilege_remedy(str(e), quoted(info.user))) from e
         return cursor.fetchall() if cursor.description else []
+
+
+def privilege_remedy(text: str, role: str = "…") -> str:
+    """What to do when a role lacks a privilege.
+
+    :param text: the server's message, of which the name of a feature is the part that tells policies.
+    """
+    if "row-level security" in text:
+        return (
+            f"A policy would hide rows. Run: ALTER ROLE {role} WITH BYPASSRLS; or let the table's owner run ALTER TABLE"
+            " … DISABLE ROW LEVEL SECURITY, or NO FORCE ROW LEVEL SECURITY where the role is the owner."
+        )
+    return f"Grant the role {role} the privilege that the message names."
 
 
 def row(connection: Connection, query: Any, parameters: Any = None) -> tuple[Any, ...]:

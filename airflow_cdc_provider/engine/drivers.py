@@ -5,7 +5,8 @@ from __future__ import annotations
 import adbc_driver_manager
 import psycopg2
 
-from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, StreamFailed
+from airflow_cdc_provider.engine.connection import privilege_remedy
+from airflow_cdc_provider.engine.errors import CdcError, LimitExceeded, MissingPrivilege, StreamFailed
 from airflow_cdc_provider.engine.liveness import trouble_of
 
 DRIVER_ERRORS: tuple[type[Exception], ...] = (psycopg2.Error, adbc_driver_manager.Error)
@@ -17,6 +18,7 @@ _SOLUTIONS = {
     "53300": "The server is out of connections: raise max_connections, or end sessions.",
 }
 """By SQLSTATE: what is wrong with a server that is otherwise well."""
+_NO_PRIVILEGE = "42501"
 # Connection, rolled back for others, resources, not available now, operator, system.
 _OUTAGES = ("08", "40", "53", "55", "57", "58")
 # Schema, column, type, function or operator, table; a value's text, as of an enum's label.
@@ -60,6 +62,8 @@ def driver_failure(error: BaseException, where: str) -> CdcError:
         text = text.rpartition("': ")[2]  # it begins with the query
     if exceeds_limit(sqlstate(error), text):
         return LimitExceeded.by(f"{where}: {text}")
+    if sqlstate(error) == _NO_PRIVILEGE:
+        return MissingPrivilege(f"{where}: {text.splitlines()[0]}", privilege_remedy(text))
     return StreamFailed(
         f"{where}: {text.splitlines()[0] if text else type(error).__name__}",
         " ".join(
@@ -68,4 +72,5 @@ def driver_failure(error: BaseException, where: str) -> CdcError:
                 "Start again: what has been committed stays, the rest is done anew.",
             ]
         ),
+        None if is_outage(error) else f"{where}: {type(error).__name__}, SQLSTATE {sqlstate(error)}",
     )

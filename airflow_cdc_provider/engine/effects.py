@@ -135,7 +135,7 @@ def effects(
         if mode == "mirror" and not key:
             rows = _counted_rows(changes, halves, kept, truncated_at)
         elif mode == "mirror":
-            rows, fresh = _mirror_rows(changes, halves, kept, key, truncated_at)
+            rows, fresh = net_rows(changes, halves, kept, key, truncated_at)
         else:
             rows = _changelog_rows(changes, halves, kept, key, table, filter_)
         if rows.num_rows or truncated_at >= 0:
@@ -273,14 +273,15 @@ def _keep(
     return kept
 
 
-def _mirror_rows(
+def net_rows(
     changes: Changes, halves: Halves, kept: NDArray[np.bool_], key: tuple[int, ...], truncated_at: int
 ) -> tuple[pa.Table, NDArray[np.bool_]]:
+    """Return the rows of a mirror's :class:`Effect`, and which of them are fresh; see :func:`.merge.collapse`."""
     net = collapse(changes, halves, kept, key, truncated_at)
     columns = {ERASED: pa.array(net.erased)}
     columns |= {f"c{i}": column for i, column in enumerate(net.rows.columns)}
     if net.missing:
-        columns[MISSING] = _array_literal({str(i): mask for i, mask in net.missing.items()})
+        columns[MISSING] = array_literal({str(i): mask for i, mask in net.missing.items()})
         columns |= {f"o{i}": column for i, column in enumerate(net.origin)}
     return pa.table(columns), net.fresh
 
@@ -332,9 +333,9 @@ def _changelog_rows(
             column = pc.if_else(pa.array(deleted), gone, column)
         columns[f"c{i}"] = column
         if unsent is not None:
-            unchanged[_quoted(table.columns[i].name)] = unsent & ~deleted
+            unchanged[quoted_name(table.columns[i].name)] = unsent & ~deleted
     if unchanged:
-        columns[UNCHANGED] = _array_literal(unchanged)
+        columns[UNCHANGED] = array_literal(unchanged)
     if changes.old is not None:
         kind = pa.array([chr(code) if code else None for code in changes.old_kind], pa.string())
         columns[OLD_KIND] = pc.if_else(pa.array(op == ord("i")), pa.scalar(None, pa.string()), kind)
@@ -343,8 +344,8 @@ def _changelog_rows(
     return rows if stays.all() else rows.take(pa.array(np.flatnonzero(stays)))
 
 
-def _array_literal(masks: Mapping[str, NDArray[np.bool_]]) -> pa.Array:
-    """For each row the Postgres array of the names whose mask is set, as text; null where none is."""
+def array_literal(masks: Mapping[str, NDArray[np.bool_]]) -> pa.Array:
+    """Return for each row the Postgres array of the names whose mask is set, as text; null where none is."""
     any_ = pa.array(np.logical_or.reduce(list(masks.values())))
     parts = [pc.if_else(pa.array(mask), f"{name},", "") for name, mask in masks.items()]
     joined = pc.binary_join_element_wise(*parts, "") if len(parts) > 1 else parts[0]
@@ -352,6 +353,7 @@ def _array_literal(masks: Mapping[str, NDArray[np.bool_]]) -> pa.Array:
     return pc.if_else(any_, literal, pa.scalar(None, pa.string()))
 
 
-def _quoted(name: str) -> str:
+def quoted_name(name: str) -> str:
+    """Return a name as it stands in the text of an array."""
     escaped = name.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

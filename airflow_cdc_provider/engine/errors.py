@@ -8,7 +8,25 @@ the stream and the retries of Airflow agree without knowing each other.
 
 from __future__ import annotations
 
+import os
 from enum import Enum, IntEnum
+
+_HIDDEN = "AIRFLOW_CDC_HIDE_VALUES"
+
+
+def hide_values() -> None:
+    """Keep values of rows out of the messages of this process, and of those that it starts."""
+    os.environ[_HIDDEN] = "1"
+
+
+def values_hidden() -> bool:
+    """Return whether messages must not show values of rows."""
+    return _HIDDEN in os.environ
+
+
+def hidden_on_executors() -> dict[str, str]:
+    """Return Spark configuration by which executors hide values if this process does."""
+    return {f"spark.executorEnv.{_HIDDEN}": "1"} if values_hidden() else {}
 
 
 class ExitCode(IntEnum):
@@ -34,14 +52,22 @@ class CdcError(Exception):
 
     :param message: what happened, with names and values.
     :param solution: what the user should do.
+    :param without_values: the message where values of rows are hidden, if the other may quote some.
+    :ivar noted: whether it has been left in the pipeline's state.
     """
 
     exit_code = ExitCode.FAILED
     retry = Retry.FAIL
+    noted = False
+    quotes_rows = False
+    """Whether messages of the class may quote rows: where these are hidden, only one that is known not to is shown."""
 
-    def __init__(self, message: str, solution: str) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str, solution: str, without_values: str | None = None) -> None:
+        if without_values is None and self.quotes_rows:
+            without_values = "the message may quote rows and is not shown (`messages.values` of the pipeline file)"
+        self._without_values = without_values
+        self.message = without_values if without_values is not None and values_hidden() else message
+        super().__init__(self.message)
         self.solution = solution
 
     @property
@@ -58,9 +84,9 @@ class CdcError(Exception):
         """The ``error`` object of ``--json`` output."""
         return {"kind": self.kind, "message": self.message, "solution": self.solution}
 
-    def __reduce__(self) -> tuple[type[CdcError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[CdcError], tuple[str, str, str | None]]:
         """Pickle by message and solution, so that errors cross from executors to the driver."""
-        return type(self), (self.message, self.solution)
+        return type(self), (self.message, self.solution, self.message if values_hidden() else self._without_values)
 
 
 # Exit 2: the pipeline file or the options are wrong.
@@ -84,9 +110,19 @@ class UncapturableTable(ConfigError):
 
 
 class ConnectionFailed(CdcError):
-    """A server cannot be reached or refused the login."""
+    """A server cannot be reached, or takes no connection at the moment."""
 
     retry = Retry.RETRY
+
+
+class LoginRefused(ConnectionFailed):
+    """A server answers, and refuses the login: password, role or database are wrong, or are not admitted."""
+
+    retry = Retry.FAIL
+
+
+class UnsafeSession(CdcError):
+    """A session with Postgres lacks settings without which values would be altered on their way."""
 
 
 class ServerNotReady(CdcError):
@@ -99,6 +135,10 @@ class MissingPrivilege(CdcError):
 
 class StateUnwritable(CdcError):
     """The state location cannot be written or read."""
+
+
+class StateDamaged(StateUnwritable):
+    """A file in the state does not hold what the engine writes there."""
 
 
 class Blocked(CdcError):
@@ -147,6 +187,12 @@ class ProtocolError(CdcError):
     """The server sent bytes that the pgoutput protocol does not allow."""
 
 
+class Interrupted(CdcError):
+    """A signal has broken off a command that had no unit to end first; what was committed stays."""
+
+    retry = Retry.RETRY
+
+
 class Failpoint(CdcError):
     """A failpoint set by ``AIRFLOW_CDC_FAILPOINT`` fired."""
 
@@ -171,6 +217,10 @@ class SecondWriter(Refused):
     """Another run of the same pipeline is alive."""
 
     retry = Retry.RETRY
+
+
+class ClockDiffers(SecondWriter):
+    """A job of another host has left a heartbeat of the future, so that it cannot be told whether it is alive."""
 
 
 class Fenced(Refused):
@@ -205,12 +255,18 @@ class ForeignTable(Refused):
     """A target table exists with rows that this pipeline did not write."""
 
 
+class UntrustedServer(Refused):
+    """A server offers no TLS, has a certificate that is not to be trusted, or asks for files of this machine."""
+
+
 class SinkIsSource(Refused):
     """Source and sink are the same database."""
 
 
 class TargetConflict(Refused):
     """A constraint, trigger, key or foreign change of a target table stands in the way of a change of the source."""
+
+    quotes_rows = True
 
 
 class StagingLost(Refused):
@@ -226,6 +282,8 @@ class CannotFollow(Refused):
 class LimitExceeded(Refused):
     """A row, or a change of one, exceeds what a Postgres server can send or take: a gigabyte in a message."""
 
+    quotes_rows = True
+
     remedy = (
         "Nothing of it was applied, and trying again does not help. Shorten the row, or leave its large column out by"
         " `columns` in the pipeline file. If the change is in the log already, `airflow-cdc resnapshot --all` goes on"
@@ -239,12 +297,17 @@ class LimitExceeded(Refused):
 
         :param said: where it happened, and the server's words.
         """
-        return cls(f"a row, or a change of one, is beyond the limits of Postgres: {' '.join(said.split())}", cls.remedy)
+        beyond = "a row, or a change of one, is beyond the limits of Postgres"
+        return cls(f"{beyond}: {' '.join(said.split())}", cls.remedy, beyond)
 
 
 class ValueRefused(Refused):
     """A target column cannot hold a value that the source has: an enum label, a narrower or other type."""
 
+    quotes_rows = True
+
 
 class BadRecord(Refused):
     """A message of a topic is not what the pipeline file says of messages, and the file has bad ones stop it."""
+
+    quotes_rows = True

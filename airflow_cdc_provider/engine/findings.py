@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from textwrap import wrap
+from typing import Any, TypeVar
 
 import psycopg2
 
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed
+from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Retry
 from airflow_cdc_provider.engine.locks import naming_holders
 
 T = TypeVar("T")
+
+# What people copy out of a line, a name or an option, stays whole.
+_WRAPPED: dict[str, Any] = {"width": 110, "break_long_words": False, "break_on_hyphens": False}
+_HANGING = {**_WRAPPED, "subsequent_indent": "  "}
+_INDENTED = {**_WRAPPED, "initial_indent": "    ", "subsequent_indent": "    "}
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,16 @@ class Finding:
     message: str
     error: CdcError | None = None
     warning: bool = False
+
+    @property
+    def mark(self) -> str:
+        """The sign in front of the message where findings are listed."""
+        return "!" if self.warning else "✓" if self.ok else "✗"
+
+    def lines(self) -> list[str]:
+        """Return the finding as lines of bounded width: the marked message, and below it the remedy."""
+        remedy = wrap(self.error.solution, **_INDENTED) if self.error is not None else []
+        return [*wrap(f"{self.mark} {self.message}", **_HANGING), *remedy]
 
 
 class Caution(Exception):
@@ -57,9 +73,34 @@ class Checks:
             return result
         return None
 
+    def warn_of_readable(self, role: str, logins: Sequence[str]) -> None:
+        """Warn of logins that cross the network unencrypted.
+
+        :param role: source or sink.
+        :param logins: for which servers, see :func:`.readable_logins`.
+        """
+        if logins:
+            message = f"{role}: the network can read the login for {' and for '.join(logins)}: it is not encrypted."
+            self.findings.append(Finding("encryption", True, message, warning=True))
+
     def passed(self, *checks: str) -> bool:
         """Whether none of some checks has failed, as far as they have been run."""
         return all(finding.ok for finding in self.findings if finding.check in checks)
+
+
+def combined(findings: Sequence[Finding]) -> CdcError | None:
+    """Return the errors of findings as one.
+
+    It is of the class of the first that trying again cannot mend, if there is one. ``None`` without errors.
+    """
+    failed = [(finding, finding.error) for finding in findings if finding.error is not None]
+    if len(failed) <= 1:
+        return failed[0][1] if failed else None
+    first = next((error for _, error in failed if error.retry is not Retry.RETRY), failed[0][1])
+    return type(first)(
+        f"{len(failed)} of {len(findings)} checks failed",
+        "\n".join(line for finding, _ in failed for line in finding.lines()),
+    )
 
 
 def require(findings: Sequence[Finding]) -> None:

@@ -22,7 +22,10 @@ from airflow_cdc_provider.engine.timeline import left_at, read_history
 
 log = logging.getLogger(__name__)
 
-REPAIR = "Run `airflow-cdc resnapshot --all`: it recreates publication and slot and reads all tables again."
+REPAIR = (
+    "Run `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it recreates publication"
+    " and slot and reads all tables again."
+)
 _SEEN = "slot_seen"
 _KEEP_MORE = "raise max_slot_wal_keep_size"
 _PREVENTION = {
@@ -182,7 +185,7 @@ def _check_slot(
 def _check_timeline(source: Source, record: Record, timeline: int, needed: int) -> None:
     """Check that everything up to ``needed`` is part of the history of the timeline that the source is on now."""
     recorded = int(record.identity["timeline"])
-    switched = left_at(read_history(source.dsn, timeline), recorded)
+    switched = left_at(read_history(source.log_dsn, timeline), recorded)
     if switched is None or switched < needed:
         where = "is not its ancestor" if switched is None else f"was left at {format_lsn(switched)}"
         raise GateClosed(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import ConfigError, values_hidden
 
 Range: TypeAlias = tuple[str, int, int]
 """A table's label, and the first and last index of the chunks."""
@@ -69,6 +69,8 @@ def _whole_label(chunks: Sequence[dict[str, Any]]) -> str:
         tables = len({chunk["table"] for chunk in chunks})
         return f"{first['table']} … {last['table']}, {count} of {tables} tables"
     keys = f"{first['lower']} .. {last['upper']}".strip() if first["lower"] or last["upper"] else "all rows"
+    if values_hidden():
+        keys = f"[{first['index']} .. {last['index']}]"
     return f"{first['table']} {keys}, {count}"
 
 

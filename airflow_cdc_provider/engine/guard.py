@@ -108,7 +108,10 @@ def inspect(
 
 def _of_slot(name: str, state: SlotState, limits: Limits, idle: float) -> Iterator[Finding]:
     retained = human_bytes(state.retained)
-    again = "If its pipeline is still wanted, run `airflow-cdc resnapshot --all`. Otherwise drop it:"
+    again = (
+        "If its pipeline is still wanted, run `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with"
+        " Everything. Otherwise drop it:"
+    )
     drop = f"SELECT pg_drop_replication_slot('{name}');"
     if state.lost:
         why = state.invalidation or "the log that it needs was removed"

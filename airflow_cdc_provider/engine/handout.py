@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.stage import Stage
 _PROPERTY = "airflow_cdc.stage"
 _OFFERS = "offers"
 _TOLD = "told"
+_IDLE = "idle"
 # It is shipped with each task of a batch, some of which would not fit into a message to an executor with more.
 _LARGEST = 256 << 10
 
@@ -50,14 +51,21 @@ class Handout:
         self._listeners: dict[str, Callable[[object], None]] = {}
 
     @contextmanager
-    def serving(self, directory: str) -> Iterator[None]:
+    def serving(self, directory: str, idle: Callable[[int], None]) -> Iterator[None]:
         """Answer the reader for the time of a query.
 
         :param directory: a :func:`.meeting_place`.
+        :param idle: called, in a thread, when the reader has nothing to apply, with the LSN up to which it has read.
         """
+
+        def hear(lsn: bytearray) -> list[bytes]:
+            idle(int(lsn))
+            return []
+
         with (
             closing(Answering(directory, _OFFERS, lambda _: self._hand_out())),
             closing(Answering(directory, _TOLD, self._pass_on)),
+            closing(Answering(directory, _IDLE, hear)),
         ):
             yield
 
@@ -109,6 +117,15 @@ def handed_out(directory: str) -> Mapping[str, bytes]:
     """The reader's side: what the driver hands out for the next batch, to be shipped with its pieces."""
     handed: Mapping[str, bytes] = pickle.loads(ask(directory, _OFFERS))
     return handed
+
+
+def tell_idle(directory: str, passed: int) -> None:
+    """The reader's side: let the driver know that there is nothing to apply.
+
+    :param passed: LSN up to which the log has been read.
+    """
+    with suppress(OSError):  # the driver asks no more
+        ask(directory, _IDLE, str(passed).encode())
 
 
 def chosen(handed: Mapping[str, bytes]) -> Stage | None:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.shape import as_type
 from airflow_cdc_provider.engine.state import State
 
 Entry: TypeAlias = dict[str, Any]
@@ -44,7 +45,7 @@ def read_history(state: State) -> Entries:
         last time at ``at``), each oldest first. ``rows_per_second`` is that of all parts that ran at the time.
     :raises StateUnwritable: when the state cannot be read.
     """
-    files = [found for name in state.names(_FOLDER) if (found := state.read(name)) is not None]
+    files = [found for name in state.names(_FOLDER) if (found := state.read_sound(name, _as_file)) is not None]
 
     def last(kind: str, count: int) -> list[Entry]:
         return sorted((entry for file in files for entry in file[kind]), key=_at)[-count:]
@@ -176,10 +177,27 @@ class History:
         if not any(new.values()):
             return
         name = f"{_FOLDER}/{self._part}.json"
-        found = self.state.read(name)
+        found = self.state.read_sound(name, _as_file)
         latest = found["epoch"] if found else 0
         if self._epoch is None or self._epoch >= latest:
             self.state.write(name, {"epoch": self._epoch or latest, **extended(found, new)})
+
+
+def _as_file(values: dict[str, Any]) -> dict[str, Any]:
+    """Check that a file of the history has what is read of it."""
+    as_type(values["epoch"], int, "epoch")
+    for kind, needed in _NEEDED.items():
+        for entry in as_type(values[kind], list[dict[str, Any]], kind):
+            for name, hint in needed.items():
+                as_type(entry[name], hint, f"{kind}.{name}")
+    return values
+
+
+_NEEDED: dict[str, dict[str, Any]] = {
+    "samples": {"at": float, "rows_per_second": float},
+    "batches": {"at": float},
+    "errors": {"at": float, "kind": str, "message": str, "solution": str, "count": int},
+}
 
 
 def _empty() -> dict[str, deque[Entry]]:

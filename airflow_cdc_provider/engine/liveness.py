@@ -10,6 +10,7 @@ the call is left alone in its thread and its caller is told (:class:`Calls`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -141,7 +142,7 @@ def find_trouble(
 def _trouble(parameters: dict[str, str], pid: int, idle: Collection[str]) -> str | None:
     """What a server says against a session of this role in this database; ``None`` also when it does not tell."""
     # Whatever the server has become by now, a standby for one.
-    given = {"connect_timeout": str(ANSWER_SECONDS), "target_session_attrs": "any"}
+    given = {"connect_timeout": str(ANSWER_SECONDS), "target_session_attrs": "any", "client_encoding": "UTF8"}
     target = psycopg2.extensions.make_dsn(**parameters | given)
     try:
         connection = psycopg2.connect(target, options="-c statement_timeout=10s")
@@ -191,6 +192,17 @@ def cut(connection: psycopg2.extensions.connection) -> None:
             shared.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
+
+
+def cancel_all() -> None:
+    """Cancel the statements of all watched connections that wait for their end."""
+    with _lock:
+        current = list(_watched)
+    for each in current:
+        connection = _open(each)
+        if connection is not None and connection.info.transaction_status == TRANSACTION_STATUS_ACTIVE:
+            with contextlib.suppress(psycopg2.Error):
+                connection.cancel()
 
 
 class Calls:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import psycopg2
+from psycopg2.extensions import TRANSACTION_STATUS_INERROR
 from psycopg2.extensions import connection as Connection
 from psycopg2.extensions import cursor as Cursor
 
@@ -58,9 +59,11 @@ def naming_holders() -> Iterator[None]:
 def table_locked(connection: Connection) -> TableLocked:
     """The error for a lock that was not to be had.
 
-    :param connection: to the same database, not in a transaction that has failed.
+    :param connection: to the same database; a transaction of it that has failed is rolled back.
     """
     with connection.cursor() as cursor:
+        if connection.info.transaction_status == TRANSACTION_STATUS_INERROR:
+            cursor.execute("ROLLBACK")
         cursor.execute(HOLDERS + _STRONG, [])
         names = "; ".join(name for (name,) in cursor.fetchall()) or "nobody any more"
     info = connection.info

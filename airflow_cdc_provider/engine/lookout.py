@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_cdc_provider.engine.announcement import announcement_of
 from airflow_cdc_provider.engine.errors import JobLost, StateUnwritable
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, State, read_heartbeat
 from airflow_cdc_provider.engine.submission import Submission, give_up, read
@@ -50,14 +51,16 @@ class Lookout:
         try:
             submission = self._read()
             beat = read_heartbeat(self._state, submission.part)
+            if beat is not None and beat.submission != self._id:
+                beat = None
+            if beat is None and submission.ended_at is None:
+                beat = announcement_of(self._state, self._id)
         except StateUnwritable:
             self._blind_since = self._blind_since or time.monotonic()
             raise
         if self._blind_since is not None:  # what could not be heard meanwhile is no silence
             self._since += time.monotonic() - self._blind_since
             self._blind_since = None
-        if beat is not None and beat.submission != self._id:
-            beat = None
         sight = Sight(submission, beat.progress if beat else {})
         if submission.ended_at is not None:
             return sight
@@ -69,7 +72,7 @@ class Lookout:
             return sight
         submission = self._read()  # it may just have ended
         if submission.ended_at is None:
-            give_up(self._state, submission, _reason(beat, silent, borne))
+            give_up(self._state, submission, _reason(submission, beat, silent, borne))
             submission = self._read()
         return Sight(submission, sight.progress)
 
@@ -98,7 +101,9 @@ def patience(submission: Submission, beat: Heartbeat | None) -> float:
     return PATIENCE_SECONDS if beat is None and submission.keeper is not None else STALE_SECONDS
 
 
-def _reason(beat: Heartbeat | None, silent: float, borne: float) -> str:
+def _reason(submission: Submission, beat: Heartbeat | None, silent: float, borne: float) -> str:
+    if not borne and submission.keeper_killed:
+        return f"its keeper, {submission.keeper}, was killed, and all its processes with it"
     if not borne:
         return "its processes have ended without a word"
     return f"{'no' if beat is None else 'no further'} heartbeat has come for {silent:.0f} seconds"

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 _GAUGES = {
-    "lag_bytes": "Bytes of log between the applied LSN and the end of the log at the last look.",
+    "lag_bytes": "Bytes of log that had not been looked through at the last look at its end.",
     "lag_messages": "Messages of topics that had not been read at the last look.",
-    "lag_seconds": "Seconds since the sink last advanced, while there is a lag.",
+    "lag_seconds": "Seconds for which there has been something to apply.",
     "acknowledgement_seconds": "Seconds since the slot was first seen where it is.",
-    "rows_per_second": "Rows, or changes, a second of the time that the job has worked.",
+    "rows_per_second": "Rows a second since a snapshot began, changes a second of a stream in its last ten.",
     "batch_seconds": "Seconds that the last batch with changes took.",
     "chunks": "Chunks that the snapshot job has to copy.",
     "eta_seconds": "Seconds until the snapshot job is done, if it goes on as until now.",

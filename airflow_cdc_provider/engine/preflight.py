@@ -10,26 +10,31 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import fsspec
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
+from airflow_cdc_provider.engine.attention import require_source
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import connect, describe, rows
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
 from airflow_cdc_provider.engine.errors import (
+    CdcError,
     ConfigError,
     MissingPrivilege,
     StateUnwritable,
 )
 from airflow_cdc_provider.engine.findings import Checks, Finding
+from airflow_cdc_provider.engine.location import require_own
 from airflow_cdc_provider.engine.metrics import require_client
 from airflow_cdc_provider.engine.privileges import (
     leaves_where,
@@ -40,7 +45,32 @@ from airflow_cdc_provider.engine.privileges import (
 )
 from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.readiness import check_settings, find_publication, may_create_publication
-from airflow_cdc_provider.engine.sinks.base import CHANGELOG_NAMES
+from airflow_cdc_provider.engine.run import sink_of
+from airflow_cdc_provider.engine.sinks.base import CHANGELOG_NAMES, Record
+from airflow_cdc_provider.engine.state import State, state_remedy
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def preflight_on(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
+    """Check what Spark alone can tell: of a pipeline over topics, what its query returns; changes nothing."""
+    if pipeline.topics is None:
+        return []
+    from airflow_cdc_provider.engine.topics.provisioning import check_query
+
+    return check_query(pipeline, spark)
+
+
+def preflight_whole(pipeline: Pipeline) -> list[Finding]:
+    """Return what :func:`preflight` finds, and, if that lets a session begin, :func:`preflight_on`."""
+    findings = preflight(pipeline)
+    if pipeline.topics is not None and all(finding.ok for finding in findings):
+        from airflow_cdc_provider.engine.session import spark_session
+
+        with spark_session(pipeline, "preflight") as spark:
+            findings += preflight_on(pipeline, spark)
+    return findings
 
 
 def preflight(pipeline: Pipeline) -> list[Finding]:
@@ -75,25 +105,64 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
         for branch in pipeline.branches:
             if tables is not None:
                 checks.run("targets", partial(_target_names, branch, tables))
-                checks.run("names", partial(_changelog_names, branch, tables))
-        check_beside_source(checks, pipeline, source, tables)
+        records = check_beside_source(checks, pipeline, source, tables)
+        if source is not None:
+            check_continuation(checks, pipeline, source, records)
     return checks.findings
 
 
 def check_beside_source(
     checks: Checks, pipeline: Pipeline, source: Connection | None, tables: Sequence[Table] | None
-) -> None:
+) -> list[Record]:
     """Check sinks and state.
 
     :param source, tables: see :meth:`.SinkSettings.check`.
+    :returns: the commit records of the sinks that have one; those of sinks that cannot be asked are not among them.
     """
+    records = []
     for branch in pipeline.branches:
+        with suppress(CdcError, *DRIVER_ERRORS):  # what is wrong with a record is a matter of provisioning
+            if (record := sink_of(branch).record()) is not None:
+                records.append(record)
+                if checks.run("mode", partial(require_mode, branch, record.identity)) is None:
+                    continue  # what stands in the way of the other mode does not matter
+        if tables is not None:
+            checks.run("names", partial(changelog_names, branch, tables))
         branch.sink.check(checks, source, branch, tables)
     if len(pipeline.sinks) > 1:
         checks.run("sinks", partial(_sinks, pipeline))
-    checks.run("state", partial(_state, pipeline.state))
+    checks.run("state", partial(_state, pipeline))
     if pipeline.metrics.prometheus is not None:
         checks.run("metrics", partial(require_client, pipeline))
+    return records
+
+
+def check_continuation(
+    checks: Checks, pipeline: Pipeline, source: Connection | None, records: Sequence[Record]
+) -> None:
+    """Check that the source can continue what the sinks have.
+
+    :param source: see :func:`.require_source`.
+    :param records: see :func:`check_beside_source`.
+    """
+    if records:
+        checks.run("continuation", lambda: require_source(pipeline, source, records))
+
+
+def require_mode(branch: Pipeline, identity: Mapping[str, Any]) -> str:
+    """Refuse another mode than that of what has been written, which the file may not change.
+
+    :param identity: of the commit record.
+    :returns: a sentence.
+    :raises ConfigError: naming both.
+    """
+    if identity["mode"] != branch.sink.mode:
+        raise ConfigError(
+            f"sink.mode: {branch.sink.mode!r}, but the pipeline has been provisioned as {identity['mode']!r}"
+            f" in {branch.sink.place}",
+            "Put the mode back, or use another pipeline name for the other mode.",
+        )
+    return f"What has been written to {branch.sink.place} is a {branch.sink.mode}, as the file has it."
 
 
 def target_name(pipeline: Pipeline, table: Table) -> tuple[str, str]:
@@ -161,20 +230,24 @@ def _target_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
     return "Every table has a target of its own."
 
 
-def _changelog_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
+def changelog_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    """Refuse columns of names that a changelog gives columns of its own."""
     for table in tables if pipeline.sink.mode == "changelog" else ():
         if taken := sorted(CHANGELOG_NAMES & {column.name for column in table.columns}):
+            key = "source.tables" if pipeline.topics is None else "source.sql"
             raise ConfigError(
-                f"source.tables: {table.label} has columns of the names {', '.join(taken)}, which the changelog gives"
-                " columns of its own",
-                "Leave them out with `columns`, rename them at the source, or use sink.mode: mirror.",
+                f"{key}: {table.label} has columns of the names {', '.join(taken)}, which the changelog gives columns"
+                " of its own",
+                "Leave them out with `columns`, rename them at the source, or use sink.mode: mirror."
+                if pipeline.topics is None
+                else "Give them other names with AS, or use sink.mode: mirror.",
             )
     return "No column has a name that the changelog needs."
 
 
-def _state(url: str) -> str:
-    """Check that the state directory can be made or written, without making it."""
-    advice = "Give `state` a location that this machine and Spark's driver can write."
+def _state(pipeline: Pipeline) -> str:
+    """Check that the state directory can be made or written, without making it, and is the pipeline's alone."""
+    url = pipeline.state
     parts = urlsplit(url)
     try:
         if parts.scheme == "file":
@@ -187,7 +260,8 @@ def _state(url: str) -> str:
         else:
             _list_nearest(url)
     except Exception as e:  # object stores raise classes of their own
-        raise StateUnwritable(f"state {url} cannot be written: {e}", advice) from e
+        raise StateUnwritable(f"state {url} cannot be written: {e}", state_remedy(getattr(e, "errno", None))) from e
+    require_own(State(url), pipeline.name)
     return f"State {url} can be written."
 
 

@@ -16,18 +16,29 @@ from airflow_cdc_provider.engine.wal import open_replication
 # Everybody may execute them by default; where servers are hardened, that has been revoked.
 SOURCE_FUNCTIONS = (
     "pg_control_system",
-    "pg_create_logical_replication_slot",
     "pg_current_snapshot",
     "pg_current_wal_flush_lsn",
     "pg_current_wal_lsn",
     "pg_current_xact_id",
-    "pg_drop_replication_slot",
     "pg_get_replication_slots",
     "pg_logical_emit_message",
     "pg_partition_ancestors",
-    "pg_replication_slot_advance",
     "pg_terminate_backend",
     "pg_walfile_name",
+)
+LOG_FUNCTIONS = (
+    "pg_control_system",
+    "pg_current_wal_lsn",
+    "pg_get_replication_slots",
+    "pg_logical_emit_message",
+    "pg_terminate_backend",
+    "pg_walfile_name",
+)
+"""Of these the role that reads the log, if it is one of its own."""
+SLOT_FUNCTIONS = (
+    "pg_create_logical_replication_slot",
+    "pg_drop_replication_slot",
+    "pg_replication_slot_advance",
 )
 
 
@@ -150,23 +161,19 @@ def takes_writes(connection: Connection) -> str:
 
     :raises ServerNotReady: when server, database or role (or the DSN) make transactions read-only by default.
     """
-    source = scalar(
-        connection,
-        "SELECT source FROM pg_catalog.pg_settings WHERE name = 'default_transaction_read_only' AND setting = 'on'"
-        " UNION ALL SELECT NULL LIMIT 1",
-    )
-    if source is None:
+    # What it was before the session stated its own.
+    query = "SELECT reset_val = 'on' FROM pg_catalog.pg_settings WHERE name = 'default_transaction_read_only'"
+    if not scalar(connection, query):
         return f"Transactions on {_place(connection)} may write."
     database = scalar(connection, "SELECT pg_catalog.quote_ident(pg_catalog.current_database())")
     # Of all places where it can stand, the role in this database comes last but for the client's own options.
-    of_client = "Take it out of the DSN's options, and of PGOPTIONS."
+    of_client = "Take it out of the DSN's options."
     of_server = (
         f"Run: ALTER ROLE {quoted_user(connection)} IN DATABASE {database} SET default_transaction_read_only = off;"
     )
     raise ServerNotReady(
-        f"default_transaction_read_only is on for role {quoted_user(connection)} on {_place(connection)}"
-        f" (by the setting of the {source})",
-        of_client if source == "client" else of_server,
+        f"default_transaction_read_only is on for role {quoted_user(connection)} on {_place(connection)}",
+        of_client if "default_transaction_read_only" in connection.info.options else of_server,
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine import location, slot
 from airflow_cdc_provider.engine import preflight as checks
-from airflow_cdc_provider.engine import slot
 from airflow_cdc_provider.engine.capture import resolve
 from airflow_cdc_provider.engine.catalog import Table, ancestors
 from airflow_cdc_provider.engine.chunks import Chunk, plan
@@ -48,6 +48,7 @@ from airflow_cdc_provider.engine.run import (
     take_epoch,
 )
 from airflow_cdc_provider.engine.sinks.base import Record, Sink, Target
+from airflow_cdc_provider.engine.slot_session import drop_own_slot, slot_session
 from airflow_cdc_provider.engine.state import State
 
 
@@ -59,12 +60,13 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotStat
         before one that refuses: the next try takes them up.
     """
     state = State(pipeline.state)
+    location.refuse_others(state, pipeline.name)
     for branch in pipeline.branches:
-        if read_ledger(branch, state) is not None:
-            existing_record(branch)  # there has been one
+        if read_ledger(branch, state) is not None:  # so that there has been a record, which must not be begun anew
+            _refuse_other_mode(branch, existing_record(branch).identity)
     require(checks.preflight(pipeline))
     names = pipeline.source
-    with connected(names.dsn) as source:
+    with connected(names.dsn, writes=True) as source:
         claim(source, pipeline.name, takeover)
         record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
@@ -161,17 +163,13 @@ def _refuse_taken_slot(source: Connection, name: str) -> None:
 
 
 def _refuse_other_mode(pipeline: Pipeline, identity: Mapping[str, Any]) -> None:
-    """The mode is part of what has been written; the file may not change it, nor the kind of source."""
+    """The mode is part of what has been written; the file may change neither it nor the kind of source."""
     if "slot" not in identity:
         raise ConfigError(
             "source.type: 'postgres', but the pipeline of this name has been provisioned with topics of Kafka",
             "Put the source back, or use another pipeline name for the tables.",
         )
-    if identity["mode"] != pipeline.sink.mode:
-        raise ConfigError(
-            f"sink.mode: {pipeline.sink.mode!r}, but the pipeline has been provisioned as {identity['mode']!r}",
-            "Put the mode back, or use another pipeline name for the other mode.",
-        )
+    checks.require_mode(pipeline, identity)
 
 
 def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
@@ -198,18 +196,20 @@ def _new_slot(
     names = pipeline.source
     ours = {"slot": names.slot, "attempt": uuid.uuid4().hex}
     state.write(PROVISIONING, ours)
-    slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
+    drop_own_slot(names, source)
     _refuse_taken_slot(source, names.slot)
     created = create_publication(source, names.publication, tables)
     try:
         entries = published_entries(source, names.publication, tables)
-        start = slot.create_slot(source, names.slot)
+        with slot_session(names, source) as session:
+            scalar(source, "SELECT 1")  # as before a slot is dropped
+            start = slot.create_slot(session, names.slot)
         slot.barrier(source)
         identity = slot.read_identity(source, names.slot, names.publication).to_dict()
         yield identity | entries | {"created_publication": created}, start
     except BaseException:
-        if state.read(PROVISIONING) == ours and not _may_be_recorded(pipeline, start):
-            slot.drop_slot(source, names.slot, slot.reader_name(names.dsn, names.slot))
+        if state.read_sound(PROVISIONING, dict[str, Any]) == ours and not _may_be_recorded(pipeline, start):
+            drop_own_slot(names, source)
             if created:
                 drop_publication(source, names.publication)
             state.remove(PROVISIONING)
@@ -287,7 +287,8 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
     :raises ForeignTable: when a target is not ours, as far as record or ledger tell; slot and publication stay then.
     """
     state = State(pipeline.state)
-    with connected(pipeline.source.dsn) as source:
+    location.refuse_others(state, pipeline.name)
+    with connected(pipeline.source.dsn, writes=True) as source:
         claim(source, pipeline.name, takeover)
         record, ledger = record_if_any(pipeline), read_ledger(pipeline, state)
         known = record or ledger
@@ -314,16 +315,12 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
             checks.check_publication(source, pipeline, tables, tables)  # it stays as it is
         present = replace(pipeline, sinks=tuple(branch.sink for branch, own, _ in branches if own is not None))
         epoch = 0
-        if present.sinks:
-            epoch = take_epoch(present, state, takeover)
-        else:
-            refuse_second_writer(state, 0, None, takeover)
 
         def begin(identity: Mapping[str, Any], start: int, rehearsal: bool = False) -> None:
             for branch, own, vouching in branches:
                 _begin_again(
                     sink_of(branch),
-                    None if own is None else epoch,
+                    None if own is None else own.epoch if rehearsal else epoch,
                     _targets(branch, tables),
                     vouching,
                     {**identity, "mode": branch.sink.mode},
@@ -331,7 +328,10 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
                     rehearsal,
                 )
 
+        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         begin(known.identity, slot.flushed(source), rehearsal=True)  # while there is something to return to
+        if present.sinks:
+            epoch = take_epoch(present, state, takeover)
         state.write(PROVISIONING, {"slot": pipeline.source.slot})
         remove_slot(source, pipeline, record, state)
         with _new_slot(source, pipeline, state, tables) as (identity, start):

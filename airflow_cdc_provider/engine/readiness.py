@@ -10,15 +10,19 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.config import Source
 from airflow_cdc_provider.engine.connection import Connection, connect, describe, row, rows, scalar
-from airflow_cdc_provider.engine.errors import GateClosed, MissingPrivilege, ServerNotReady
+from airflow_cdc_provider.engine.errors import ConfigError, GateClosed, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.findings import Caution, Checks, Finding
+from airflow_cdc_provider.engine.origin import QUERY
 from airflow_cdc_provider.engine.privileges import (
+    LOG_FUNCTIONS,
+    SLOT_FUNCTIONS,
     SOURCE_FUNCTIONS,
     may_execute,
     may_replicate,
     quoted_user,
     takes_writes,
 )
+from airflow_cdc_provider.engine.slot_session import slot_session
 
 MINIMUM_VERSION = 140000
 # Shorter timeouts end the stream at every pause of the network; status goes out every third of it.
@@ -116,6 +120,26 @@ def _sender(source: Connection, server: Source) -> str:
             "Raise max_wal_senders and restart the server.",
         )
     return f"{used} of {limit} WAL senders are in use."
+
+
+def _replication(source: Connection, server: Source) -> str:
+    with slot_session(server, source) as session:
+        place = f"SELECT {QUERY}"
+        if session is not source and row(session, place) != row(source, place):
+            raise ConfigError(
+                f"source.replication_dsn, {describe(server.log_dsn)}, leads to another server or database than"
+                f" source.dsn, {describe(server.dsn)}",
+                "Let both name the same database of the same server; only the roles differ.",
+            )
+        return may_replicate(session, server.log_dsn)
+
+
+def _functions(source: Connection, server: Source) -> str:
+    if not server.replication_dsn:
+        return may_execute(source, SOURCE_FUNCTIONS + SLOT_FUNCTIONS)
+    with slot_session(server, source) as session:
+        may_execute(session, LOG_FUNCTIONS + SLOT_FUNCTIONS)
+    return may_execute(source, SOURCE_FUNCTIONS)
 
 
 def _retention(source: Connection, server: Source) -> str:
@@ -231,8 +255,8 @@ _CHECKS: dict[str, Callable[[Connection, Source], str]] = {
     "slot": _slot,
     "wal sender": _sender,
     # After it, since this takes a sender for a moment.
-    "replication": lambda source, server: may_replicate(source, server.dsn),
-    "functions": lambda source, server: may_execute(source, SOURCE_FUNCTIONS),
+    "replication": _replication,
+    "functions": _functions,
     "wal retention": _retention,
     "wal_sender_timeout": _sender_timeout,
     "idle slots": _slot_timeout,

@@ -53,7 +53,7 @@ _LOCKED = "55P03"
 
 T = TypeVar("T")
 
-_SETTINGS = {"row_security": "off", "synchronous_commit": "local"}
+_SETTINGS = {"synchronous_commit": "local"}
 
 
 @dataclass(frozen=True)

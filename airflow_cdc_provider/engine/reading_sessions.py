@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import pyarrow as pa
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.connection import NO_TRANSACTION_TIMEOUT, connect, session_dsn
+from airflow_cdc_provider.engine.connection import connect, connection_failure, describe, session_dsn
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
 from airflow_cdc_provider.engine.liveness import Calls, cut
+from airflow_cdc_provider.engine.session_settings import require_settled, settle
 
 _APPLICATION = "airflow-cdc read"
 _SLICE_BYTES = 256 << 10
@@ -39,15 +41,19 @@ class ArrowSession:
     :param dsn: libpq URI of the source.
     :param settings: server settings beside those of every session.
     :raises StreamFailed: in all methods, when a call was given up.
+    :raises ConnectionFailed: when the server cannot be reached or refuses the login.
+    :raises UnsafeSession: when the session does not get its settings.
     """
 
     def __init__(self, dsn: str, settings: Mapping[str, str]) -> None:
         self._call = Calls(dsn)
         self._connection: Any = None
         try:
-            self._call(self._connect, session_dsn(dsn, _APPLICATION, settings))
-            self.execute(NO_TRANSACTION_TIMEOUT)
-            (self._call.pid,) = self.execute("SELECT pg_backend_pid()") or (None,)
+            try:
+                self._call(self._connect, session_dsn(dsn, _APPLICATION, settings))
+            except DRIVER_ERRORS as e:
+                raise connection_failure(dsn, "connect", str(e)) from None
+            self._call.pid = require_settled(describe(dsn), self.execute(settle(writes=False)) or (), None)
         except BaseException:
             self.close()
             raise

@@ -51,10 +51,9 @@ class Relation:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """See :meth:`.Side.reading`: a policy that hides rows fails, a rewrite that would hide all has to wait."""
+        """See :meth:`.Side.reading`: a rewrite that would hide all rows has to wait."""
         rows(self.connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         try:
-            rows(self.connection, "SET LOCAL row_security = off")
             rows(self.connection, "SET LOCAL statement_timeout = 0")
             rows(self.connection, sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(self.locks))
             yield

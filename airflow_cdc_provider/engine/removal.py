@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from typing import Any
 
 from airflow_cdc_provider.engine.claim import claim
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.connection import Connection, connected, describe, quoted
 from airflow_cdc_provider.engine.errors import ConnectionFailed
 from airflow_cdc_provider.engine.ledger import forget_ledger, read_ledger
+from airflow_cdc_provider.engine.location import clear, refuse_others
 from airflow_cdc_provider.engine.publication import drop_publication
 from airflow_cdc_provider.engine.run import commit_record_of, record_if_any, refuse_second_writer
+from airflow_cdc_provider.engine.shape import as_type
 from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import drop_slot, reader_name
+from airflow_cdc_provider.engine.slot_session import drop_own_slot
 from airflow_cdc_provider.engine.state import State
 
 PROVISIONING = "provisioning.json"
@@ -31,7 +34,8 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
 
     :param source_gone: go on if the source cannot be reached.
     :returns: the statements that would remove what may be left on the source.
-    :raises ConnectionFailed: when a server cannot be reached; nothing has been removed then.
+    :raises ConfigError: when the state is that of another pipeline; nothing has been removed then, nor by these:
+    :raises ConnectionFailed: when a server cannot be reached.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     """
     if pipeline.topics is not None:
@@ -40,13 +44,14 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
         provisioning.remove(pipeline, takeover)
         return []
     state, records = State(pipeline.state), commit_record_of(pipeline)
+    refuse_others(state, pipeline.name)
     with ExitStack() as stack:
         source = None
         try:
-            source = stack.enter_context(connected(pipeline.source.dsn))
+            source = stack.enter_context(connected(pipeline.source.dsn, writes=True))
         except ConnectionFailed as e:
             if not source_gone:
-                raise ConnectionFailed(
+                raise type(e)(
                     e.message,
                     f"{e.solution} If the source is gone for good, add --source-gone: record and state are removed"
                     " then. Do not while it may come back: its slot would keep log until the disk is full.",
@@ -62,7 +67,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
             left = _left_behind(pipeline, record, state)
     forget_ledger(state)
     records.drop()
-    state.remove("")
+    clear(state)
     if left:
         _log.warning(
             "%s cannot be reached, so what pipeline %s has made there stays. If that server still runs, or comes back,"
@@ -81,7 +86,7 @@ def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, s
     """
     slot, publication = _made(pipeline, record, state)
     if slot is not None:
-        drop_slot(source, slot, reader_name(pipeline.source.dsn, slot))
+        drop_own_slot(pipeline.source, source, slot)
     if publication is not None:
         drop_publication(source, publication)
 
@@ -96,7 +101,12 @@ def _left_behind(pipeline: Pipeline, record: Record | None, state: State) -> lis
 def _made(pipeline: Pipeline, record: Record | None, state: State) -> tuple[str | None, str | None]:
     """The slot and the publication that the pipeline has made."""
     known = record or read_ledger(pipeline, state)
-    left = known.identity if known is not None else state.read(PROVISIONING)
+    left = known.identity if known is not None else state.read_as(PROVISIONING, _as_provisioning)
     slot = left["slot"] if left is not None else None
     ours = known is not None and known.identity["created_publication"]
     return slot, pipeline.source.publication if ours else None
+
+
+def _as_provisioning(values: dict[str, Any]) -> dict[str, Any]:
+    as_type(values["slot"], str, "slot")
+    return values

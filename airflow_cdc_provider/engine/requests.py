@@ -27,12 +27,14 @@ from airflow_cdc_provider.engine.errors import (
     LimitExceeded,
     MissingPrivilege,
     SchemaChanged,
+    StateDamaged,
     TargetConflict,
     ValueRefused,
 )
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.reread import read_again
 from airflow_cdc_provider.engine.run import STREAM, Run
+from airflow_cdc_provider.engine.shape import as_type
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 
 MOST_OUTCOMES = 200
@@ -80,7 +82,7 @@ def withdraw(state: State, name: str) -> bool:
 
     :returns: whether it was still there.
     """
-    there = state.read(_file(_REQUESTS, name)) is not None
+    there = _left(state, name)
     state.remove(_file(_REQUESTS, name))
     return there
 
@@ -89,12 +91,12 @@ def outcome(state: State, name: str) -> dict[str, Any] | None:
     """How a request ended: ``rows`` by table, ``ended_at`` in seconds since 1970, and ``error`` with kind, message,
     solution and retry if a table could not be read. ``None`` while it has not ended, and when that is long ago: of
     more than :data:`MOST_OUTCOMES` the older half is forgotten."""
-    return state.read(_file(_OUTCOMES, name))
+    return state.read_sound(_file(_OUTCOMES, name), _as_outcome)
 
 
 def waiting(state: State, name: str) -> str | None:
     """What a request waits for, as far as the stream has said so."""
-    found = state.read(_file(_REQUESTS, name))
+    found = state.read_sound(_file(_REQUESTS, name), dict[str, Any])
     return found.get("waiting") if found else None
 
 
@@ -103,13 +105,40 @@ def standing(state: State, name: str) -> Standing:
     if outcome(state, name) is not None:
         return Standing.ENDED
     alive = [beat.part for beat in read_heartbeats(state) if beat.alive]
-    if state.read(_file(_REQUESTS, name)) is not None:
+    if _left(state, name):
         return Standing.BUSY if alive else Standing.ORPHANED
     return Standing.FREE if STREAM in alive or not alive else Standing.BUSY
 
 
 def _file(folder: str, name: str) -> str:
     return f"{folder}/{name}.json"
+
+
+def _left(state: State, name: str) -> bool:
+    """Whether there is a request of a name, be it a damaged one, to which the stream gives an outcome as well."""
+    try:
+        return state.read(_file(_REQUESTS, name)) is not None
+    except StateDamaged:
+        return True
+
+
+def _as_request(values: dict[str, Any]) -> dict[str, Any]:
+    as_type(values["tables"], list[str], "tables")
+    as_type(values["where"], str | None, "where")
+    tuple(map(TableRule.from_dict, values["rules"]))
+    as_type(values.get("rows", {}), dict[str, int], "rows")
+    as_type(values.get("have", {}), dict[str, list[int]], "have")
+    as_type(values.get("error"), dict[str, str] | None, "error")
+    return values
+
+
+def _as_outcome(values: dict[str, Any]) -> dict[str, Any]:
+    as_type(values["rows"], dict[str, int], "rows")
+    as_type(values["ended_at"], float, "ended_at")
+    if "error" in values:
+        for name in ("kind", "message", "solution", "retry"):
+            as_type(values["error"][name], str, f"error.{name}")
+    return values
 
 
 _IN_VAIN = (
@@ -136,7 +165,11 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
     """
     done, waits = False, None
     for file in run.state.names(_REQUESTS):
-        wanted = run.state.read(file)
+        try:
+            wanted = run.state.read_as(file, _as_request)
+        except StateDamaged as e:
+            _end(run.state, file, {"rows": {}, "error": _give_up(run, e)})
+            continue
         if wanted is None:  # withdrawn
             continue
         run.capture(tuple(map(TableRule.from_dict, wanted["rules"])))
@@ -185,12 +218,12 @@ def _end(state: State, file: str, told: Mapping[str, Any]) -> None:
     outcomes = state.names(_OUTCOMES)
     if len(outcomes) > MOST_OUTCOMES:
         # Not by their names, which say when they were left: who waits for the last one would not find it.
-        outcomes.sort(key=lambda name: (state.read(name) or {}).get("ended_at", 0.0))
+        outcomes.sort(key=lambda name: (state.read_sound(name, _as_outcome) or {}).get("ended_at", 0.0))
         for old in outcomes[: -MOST_OUTCOMES // 2]:
             state.remove(old)
 
 
 def requested(run: Run, label: str) -> bool:
     """Whether there is a request to read a table whole, as it is now."""
-    wanted = (run.state.read(name) for name in run.state.names(_REQUESTS))
+    wanted = (run.state.read_sound(name, _as_request) for name in run.state.names(_REQUESTS))
     return any(each["where"] is None and label in each["tables"] for each in wanted if each)

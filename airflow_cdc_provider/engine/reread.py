@@ -41,7 +41,7 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.ledger import write_ledger
 from airflow_cdc_provider.engine.locks import CONTROL_LOCK_SECONDS, naming_holders
 from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.preflight import target_name
+from airflow_cdc_provider.engine.preflight import changelog_names, target_name
 from airflow_cdc_provider.engine.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.reading import plan_chunk_read, plan_read, write_rows
 from airflow_cdc_provider.engine.run import Run, existing_record, require_epoch, sink_of
@@ -187,8 +187,9 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
         record = existing_record(pipeline)
         require_epoch(record, run.epoch)
         before = next((target for target in record.targets if target.table.label == label), None)
-        with connected(pipeline.source.dsn) as source:
+        with connected(pipeline.source.dsn, writes=True) as source:
             table = _defined(source, pipeline, label)
+            changelog_names(pipeline, [table])
             with run.sink.fenced(run.epoch), naming_holders():  # an overtaken run leaves the publication alone
                 was = before.table if before else None
                 published = publish_anew(source, pipeline.source.publication, was, table, record.identity)

@@ -8,12 +8,6 @@ from typing import Literal, TypeAlias
 
 Strategy: TypeAlias = Literal["fixed-delay", "failure-rate", "none"]
 
-HEALED_SECONDS = 600.0
-"""``fixed-delay`` counts anew after so long without a failure, if something was committed meanwhile.
-
-Else a stream of months would use up its attempts; and one that always fails after so long would never give up.
-"""
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -45,7 +39,8 @@ class Attempt:
 class Restart:
     """A restart strategy; which fields matter depends on ``strategy``.
 
-    :param attempts: ``fixed-delay``: failures in a row that are borne.
+    :param attempts: ``fixed-delay``: failures that are borne without anything committed in between, since a stream of
+        months would use up any other number.
     :param failures: ``failure-rate``: failures that are borne within ``interval``.
     :param interval: ``failure-rate``: seconds.
     :param delay: seconds between a failure and the next attempt.
@@ -69,16 +64,12 @@ class Restart:
             counted = sum(failures[-1].at - failure.at < self.interval for failure in failures)
             borne = self.failures
         else:
-            counted = _in_a_row(failures, HEALED_SECONDS + self.delay)
+            counted = _in_a_row(failures)
             borne = self.attempts
         return Attempt(counted, borne, self.delay) if counted <= borne else None
 
 
-def _in_a_row(failures: Sequence[Failure], pause: float) -> int:
-    """How many of the last failures followed each other within ``pause`` seconds, or without anything in between."""
-    count = 1
-    for before, after in zip(reversed(failures[:-1]), reversed(failures), strict=False):
-        if after.progressed and after.at - before.at > pause:
-            break
-        count += 1
-    return count
+def _in_a_row(failures: Sequence[Failure]) -> int:
+    """How many failures there are since the last progress; the first after it is one."""
+    last = max((place for place, failure in enumerate(failures) if failure.progressed), default=0)
+    return len(failures) - last

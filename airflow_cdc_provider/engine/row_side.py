@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -32,6 +34,7 @@ Rows: TypeAlias = Callable[[Target, Sequence[Key] | None], Iterator[pa.RecordBat
 for does no harm. The captured columns under their names, of Arrow's type ``string``. Of a changelog all events: with
 them ``_op``, ``_commit_lsn``, ``_seq``, ``_before`` and ``_unchanged``, as texts too."""
 
+_HALVES = struct.Struct(">qq")
 _PAGE = 1000  # keys read at once
 _LAST = (1 << 63) - 1  # rows without a sequence number sort after those that have one
 
@@ -51,16 +54,37 @@ def row_sides(source: Connection, target: Target, mode: Mode, rows: Rows) -> Ite
 class Rowset:
     """Rows of a target, column by column.
 
-    :param keys: the keys' texts.
+    A scan needs nothing but the texts. The rest is made when it is asked for, which takes longer than all of the scan.
+
     :param key_texts: each key as the text of an array.
     :param contents: as the source has them.
-    :param cells: as the source has them.
+    :param make_keys: makes :attr:`keys`.
+    :param make_cells: makes :attr:`cells`.
     """
 
-    keys: Sequence[Key]
     key_texts: Sequence[str]
     contents: Sequence[str]
-    cells: Sequence[Sequence[str | None]]
+    make_keys: Callable[[], Sequence[Key]]
+    make_cells: Callable[[], Sequence[Sequence[str | None]]]
+
+    @cached_property
+    def keys(self) -> Sequence[Key]:
+        """The keys' texts."""
+        return self.make_keys()
+
+    @cached_property
+    def cells(self) -> Sequence[Sequence[str | None]]:
+        """The hashes of the rows' contents, as the source has them."""
+        return self.make_cells()
+
+    def only(self, rows: Sequence[int]) -> Rowset:
+        """Return some of the rows."""
+        return Rowset(
+            [self.key_texts[i] for i in rows],
+            [self.contents[i] for i in rows],
+            lambda: [self.keys[i] for i in rows],
+            lambda: [self.cells[i] for i in rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -120,14 +144,10 @@ def mirror_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[R
     names = [column.name for column in target.table.columns]
     key = list(target.table.key) or names
     for batch in batches:
-        contents = array_texts([batch.column(name) for name in names]).to_pylist()
         keys = [batch.column(name) for name in key]
-        yield Rowset(
-            list(zip(*(column.to_pylist() for column in keys), strict=True)),
-            array_texts(keys).to_pylist(),
-            contents,
-            [tuple(map(str, _hashes(content))) for content in contents],
-        )
+        contents = array_texts([batch.column(name) for name in names]).to_pylist()
+        key_texts = contents if key == names else array_texts(keys).to_pylist()
+        yield Rowset(key_texts, contents, partial(_tuples, keys), partial(_whole_cells, contents))
 
 
 def keyed_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
@@ -136,19 +156,14 @@ def keyed_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Ro
         columns = [batch.column(column.name).to_pylist() for column in target.table.columns]
         keys = [batch.column(name) for name in target.table.key]
         cells = list(zip(*(map(_cell, texts) for texts in columns), strict=True))
-        key_texts = array_texts(keys).to_pylist()
-        yield Rowset(list(zip(*(key.to_pylist() for key in keys), strict=True)), key_texts, _row_texts(cells), cells)
+        yield Rowset(array_texts(keys).to_pylist(), _row_texts(cells), partial(_tuples, keys), partial(list, cells))
 
 
 def changelog_rows(target: Target, events: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
     """The rows that the events of a changelog add up to; their cells are the hashes of their columns."""
     names = [column.name for column in target.table.columns]
-    ordered = sorted(
-        ((parse_lsn(event["_commit_lsn"]), int(event["_seq"] or _LAST), n, event) for n, event in _numbered(events)),
-        key=lambda each: each[:3],
-    )
     rows: dict[Key, list[str | None]] = {}
-    for *_, event in ordered:
+    for event in sorted((event for batch in events for event in batch.to_pylist()), key=moment):
         if event["_op"] == "t":
             rows.clear()
             continue
@@ -169,16 +184,22 @@ def changelog_rows(target: Target, events: Iterable[pa.RecordBatch]) -> Iterator
         rows[key] = [last[i] if name in unchanged else _cell(event[name]) for i, name in enumerate(names)]
     if rows:
         keys = list(rows)
-        yield Rowset(
-            keys,
-            _row_texts(keys),
-            _row_texts([tuple(cells) for cells in rows.values()]),
-            list(rows.values()),
-        )
+        contents = _row_texts([tuple(cells) for cells in rows.values()])
+        yield Rowset(_row_texts(keys), contents, partial(list, keys), partial(list, rows.values()))
 
 
-def _numbered(events: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, dict[str, Any]]]:
-    return enumerate(event for batch in events for event in batch.to_pylist())
+def moment(event: Mapping[str, str | None]) -> tuple[int, int]:
+    """Where an event of a changelog stands among the others."""
+    assert event["_commit_lsn"] is not None
+    return parse_lsn(event["_commit_lsn"]), int(event["_seq"] or _LAST)
+
+
+def _tuples(columns: Sequence[pa.Array]) -> list[Key]:
+    return list(zip(*(column.to_pylist() for column in columns), strict=True))
+
+
+def _whole_cells(contents: Sequence[str]) -> list[Sequence[str | None]]:
+    return [tuple(map(str, _hashes(content))) for content in contents]
 
 
 def _row_texts(rows: Sequence[tuple[str | None, ...]]) -> list[str]:
@@ -192,5 +213,5 @@ def _cell(text: str | None) -> str | None:
 
 def _hashes(text: str) -> tuple[int, int]:
     """The halves of the MD5 sum as :func:`.relation.shipped_hash` has them on the source."""
-    digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8], signed=True), int.from_bytes(digest[8:], signed=True)
+    first, second = _HALVES.unpack(hashlib.md5(text.encode(), usedforsecurity=False).digest())
+    return first, second

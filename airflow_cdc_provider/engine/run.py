@@ -22,12 +22,14 @@ from types import FrameType
 from typing import Any, cast
 
 from airflow_cdc_provider.engine import submission
+from airflow_cdc_provider.engine.announcement import announcements
 from airflow_cdc_provider.engine.budget import Budget, BudgetWatch
 from airflow_cdc_provider.engine.config import Pipeline, TableRule
 from airflow_cdc_provider.engine.connection import connected
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
 from airflow_cdc_provider.engine.errors import (
     CdcError,
+    ClockDiffers,
     ConnectionFailed,
     ExitCode,
     Fenced,
@@ -38,11 +40,16 @@ from airflow_cdc_provider.engine.errors import (
 )
 from airflow_cdc_provider.engine.gate import Passage, gate, require_primary
 from airflow_cdc_provider.engine.history import History
+from airflow_cdc_provider.engine.interrupts import ending_gracefully
 from airflow_cdc_provider.engine.lag import Lag
+from airflow_cdc_provider.engine.location import refuse_others
 from airflow_cdc_provider.engine.metrics import require_client, serving
+from airflow_cdc_provider.engine.rate import Rate
+from airflow_cdc_provider.engine.shape import as_type
 from airflow_cdc_provider.engine.sinks.base import CommitRecord, Record, Sink
 from airflow_cdc_provider.engine.sinks.several import SeveralRecords, merged
-from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot, reader_name
+from airflow_cdc_provider.engine.slot import SlotState, end_walsender, read_slot
+from airflow_cdc_provider.engine.slot_session import reader_of, slot_session
 from airflow_cdc_provider.engine.state import (
     STALE_SECONDS,
     Heartbeat,
@@ -54,11 +61,12 @@ from airflow_cdc_provider.engine.state import (
 )
 from airflow_cdc_provider.engine.waiting import await_condition
 
-STREAM, RESNAPSHOT = "stream", "resnapshot"
-"""Names of parts of a run."""
+STREAM, RESNAPSHOT, PROVISION = "stream", "resnapshot", "provision"
+"""Names of parts of a run, and of the command that it begins with."""
 _log = logging.getLogger(__name__)
 _BEAT_SECONDS = 2.0
 _RELEASE_SECONDS = 5.0
+_CLOCK_SECONDS = 10.0  # clocks of hosts may differ by so much
 KILL_SECONDS = 4.0
 """So long a job that is to be killed may take to end its unit."""
 _STOP = "stop.json"
@@ -106,8 +114,8 @@ def existing_record(pipeline: Pipeline) -> Record:
             " without one, run `airflow-cdc drop`, empty or drop the target tables, and `run`."
             if pipeline.topics is not None
             else "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
-            " `airflow-cdc resnapshot --all`: it makes the record anew, with publication and slot, and reads all"
-            " tables again.",
+            " `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it makes the record"
+            " anew, with publication and slot, and reads all tables again.",
         )
     return record
 
@@ -122,6 +130,14 @@ def refuse_second_writer(state: State, epoch: int, part: str | None, takeover: b
     for beat in read_heartbeats(state):
         working = beat.alive and beat.owner != Owner.this() and beat.epoch >= epoch
         if working and part in (None, beat.part) and not takeover and not submission.given_up(state, beat.submission):
+            ahead = beat.at - time.time()
+            if ahead > _CLOCK_SECONDS and beat.owner.lives is None:
+                raise ClockDiffers(
+                    f"the last heartbeat of {beat.owner} ({beat.part}, epoch {beat.epoch}) is {ahead:.0f} s in the"
+                    " future: the clock of that host or of this one is wrong, so nobody can tell whether it is alive",
+                    "Set the clocks of both hosts (NTP), then try again. If that process has ended, take over with"
+                    " --takeover.",
+                )
             raise SecondWriter(
                 f"{beat.owner} is working on this pipeline ({beat.part}, epoch {beat.epoch},"
                 f" last heartbeat {time.time() - beat.at:.0f} s ago)",
@@ -143,11 +159,12 @@ def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
         return commit_record_of(pipeline).take_epoch(str(Owner.this()))
     # Of the record, not of the file: a slot that the file names by mistake is another's.
     slot = record.identity["slot"]
-    with connected(pipeline.source.dsn) as source:
+    # Its session is opened before: one that cannot replicate must not end a run that can.
+    with connected(pipeline.source.dsn) as source, slot_session(pipeline.source, source) as session:
         require_primary(source)
         records = commit_record_of(pipeline)
         epoch = records.take_epoch(str(Owner.this()))
-        end_walsender(source, slot, reader_name(pipeline.source.dsn, slot), partial(records.fenced, epoch))
+        end_walsender(session, slot, reader_of(pipeline.source, slot), partial(records.fenced, epoch))
     return epoch
 
 
@@ -204,6 +221,7 @@ class _Vitals:
     """What the branches of a part have in common."""
 
     progress: dict[str, Any] = field(default_factory=dict)
+    began_with: str | int | None = None
     beat_lost: CdcError | None = None
 
 
@@ -224,6 +242,7 @@ class Run:
         self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot if pipeline.topics is None else "")
         self.history = History(state, part, epoch)
         self.lag = lag or Lag()
+        self._rate = Rate()
         self._vitals = _Vitals()
         self.restarts = 0
         self.metrics_port: int | None = None
@@ -257,6 +276,14 @@ class Run:
     @progress.setter
     def progress(self, progress: dict[str, Any]) -> None:
         self._vitals.progress = progress
+        if self._vitals.began_with is None:
+            self._vitals.began_with = self.committed
+
+    @property
+    def committed(self) -> str | int | None:
+        """What the part says that it has committed: a stream's position, a snapshot's chunks; nothing before that."""
+        found: str | int | None = self.progress.get("applied_lsn", self.progress.get("finished"))
+        return found
 
     @property
     def stopping(self) -> bool:
@@ -294,7 +321,11 @@ class Run:
 
     def report(self) -> dict[str, Any]:
         """The progress of the part, see ``status``."""
-        return {**self.progress, **self.lag.as_dict(), "restarts": self.restarts}
+        progressed = self.committed != self._vitals.began_with
+        progress = {**self.progress, **self.lag.as_dict(), "restarts": self.restarts, "progressed": progressed}
+        if "changes" in progress:  # a stream is idle for most of its time, and its rate of before says nothing then
+            progress["rows_per_second"] = self._rate.of(progress["changes"])
+        return progress
 
     def beat(self, ended: bool = False) -> None:
         """Write the heartbeat and look for a request to stop."""
@@ -311,8 +342,7 @@ class Run:
             self._ui,
         )
         write_heartbeat(self.state, heartbeat)
-        request = self.state.read(_STOP)
-        if request is not None and asdict(owner) in request["owners"]:
+        if asdict(owner) in (self.state.read_sound(_STOP, _owners) or ()):
             self._stop.set()
         if self._submission is not None:
             asked = submission.askers(self.state, self._submission)
@@ -376,7 +406,9 @@ class Run:
     def record_error(self, error: CdcError) -> None:
         """Leave an error where ``status`` and Airflow find it; the part itself may go on."""
         self.history.error(error)
-        self.state.write(_ERROR, _as_recorded(error))
+        error.noted = True
+        if not _by_later_run(self.state, self.epoch, error):
+            self.state.write(_ERROR, _as_recorded(error, self.part))
 
     def end(self) -> None:
         """Stop beating."""
@@ -392,10 +424,11 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     :raises SecondWriter: when another process works on it.
     :raises Fenced: when ``epoch`` is no longer the pipeline's.
     :raises GateClosed: when the source cannot continue the sink's record.
-    :raises ConfigError: when it is to serve metrics, and cannot.
+    :raises ConfigError: when it is to serve metrics, and cannot; or when the state is that of another pipeline.
     """
     require_client(pipeline)
     state = State(pipeline.state)
+    refuse_others(state, pipeline.name)
     existing_record(pipeline)  # without one there is no state yet, in which an error could be left
     try:
         record = _enter(pipeline, state, part, epoch, takeover)
@@ -405,20 +438,21 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
         record_error(state, part, e)
         raise
     run = Run(pipeline, state, part, record.epoch, Lag(record.applied, record.advanced))
-    state.remove(_ERROR)
-    forget_heartbeats(state, record.epoch, "snapshot-")
-    run.beat()
-    thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)
-    thread.start()
     with _signals(run), serving(pipeline, part, run.epoch, run.report) as run.metrics_port:
+        state.remove(_ERROR)
+        forget_heartbeats(state, record.epoch, "snapshot-")
+        run.beat()
+        thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)
+        thread.start()
         try:
             yield run, record
             # While a restart is waited for, a server is out of reach.
             if part == STREAM and pipeline.topics is None and "restart" not in run.progress:
                 _note_slot(run)
         except CdcError as e:
-            run.record_error(e)
-            raise
+            cause = submission.cause_of(e)
+            run.record_error(cause)
+            raise cause from (None if cause is e else e)
         finally:
             run.end()
             thread.join()
@@ -491,26 +525,55 @@ def rejoin(run: Run) -> Record:
     if run.part == STREAM and pipeline.topics is None:
         names = pipeline.source
         fence = partial(run.commit_record.fenced, run.epoch)
-        with connected(names.dsn) as source:
-            end_walsender(source, names.slot, reader_name(names.dsn, names.slot), fence)
+        with connected(names.log_dsn) as source:
+            end_walsender(source, names.slot, reader_of(names), fence)
     return record
 
 
 def record_error(state: State, part: str, error: CdcError) -> None:
     """Leave an error where ``status`` and Airflow find it: for a part, or a command, that is no :class:`Run`."""
+    note_error(state, part, error)
+    state.write(_ERROR, _as_recorded(error, part))
+
+
+def note_error(state: State, part: str, error: CdcError) -> None:
+    """Leave an error in the history only: for a command on whose success the pipeline does not depend."""
     history = History(state, part)
     history.error(error)
     history.write()
-    state.write(_ERROR, _as_recorded(error))
+    error.noted = True
 
 
-def _as_recorded(error: CdcError) -> dict[str, str]:
-    return error.as_dict() | {"retry": error.retry.value}
+def _by_later_run(state: State, epoch: int, error: CdcError) -> bool:
+    """Return whether an error says no more than that another run has taken over, to which the state belongs then."""
+    return isinstance(error, Fenced) and any(beat.epoch > epoch for beat in read_heartbeats(state))
+
+
+def _as_recorded(error: CdcError, part: str) -> dict[str, Any]:
+    return error.as_dict() | {"retry": error.retry.value, "part": part, "at": round(time.time(), 3)}
 
 
 def last_error(state: State) -> dict[str, Any] | None:
-    """The error that ended the last run, ``None`` if it ended well."""
-    return state.read(_ERROR)
+    """Return the error that ended the last run, or a command since, with its ``part`` and ``at``, if one did."""
+    return state.read_sound(_ERROR, _recorded)
+
+
+def _recorded(values: dict[str, Any]) -> dict[str, Any]:
+    for name in ("kind", "message", "solution"):
+        as_type(values[name], str, name)
+    return values
+
+
+def _owners(values: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = as_type(values["owners"], list[dict[str, Any]], "owners")
+    return found
+
+
+def forget_error(state: State, part: str) -> None:
+    """Remove the last error if it is of a part, or command, that works by now; provisioning begins a new run."""
+    error = last_error(state)
+    if error is not None and part in (PROVISION, error.get("part")):
+        state.remove(_ERROR)
 
 
 def request_stop(state: State) -> list[str]:
@@ -521,6 +584,8 @@ def request_stop(state: State) -> list[str]:
     :returns: the parts that were asked.
     """
     alive = [beat for beat in read_heartbeats(state) if beat.alive]
+    working = {beat.owner for beat in alive}
+    alive += [beat for beat in announcements(state) if beat.owner not in working]
     owners = [asdict(beat.owner) for beat in alive if beat.submission is None]
     if owners:
         state.write(_STOP, {"owners": owners})
@@ -534,17 +599,18 @@ def request_stop(state: State) -> list[str]:
 
 @contextmanager
 def _signals(run: Run) -> Iterator[None]:
-    """SIGINT and SIGTERM stop gracefully; only the main thread can say so."""
+    """Let signals stop the part gracefully; only the main thread can say so where no command listens to them."""
+    with ending_gracefully(run.ask_to_stop) as listening:
+        if listening or threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        run.ask_to_stop()
+        def stop(number: int, frame: FrameType | None) -> None:
+            run.ask_to_stop()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

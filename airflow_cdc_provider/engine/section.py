@@ -2,11 +2,15 @@
 
 A check takes the value as YAML gives it, and returns what it stands for, or raises
 :class:`ValueError` with what would be right.
+
+No message shows a text, a list or a mapping of the file, wherever it stands: it may be a password, or hold one, that
+was written to the wrong key. Shown are numbers that are too small, and words that are nearly one of a choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -20,6 +24,9 @@ T = TypeVar("T")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 """An environment variable in a value."""
 
+_MEASURE = re.compile(r"\d{1,4}(\.\d{1,2})? ?[A-Za-z]{0,2}")
+_NAME = re.compile(r"[A-Za-z_][\w.\[\]-]{0,99}")
+"""What a key or the id of a connection looks like; what does not may be a password, or an address that holds one."""
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minutes?|h|hours?)$")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"^(\d+)\s*(B|KiB|MiB|GiB)?$")
@@ -39,23 +46,25 @@ class Section:
         self._resolve = resolve
         if not isinstance(value, dict):
             where = f"{path}: " if path else "the pipeline file "
-            raise ConfigError(f"{where}must be a mapping, not {self._shown(value)}", "Write it as `key: value` lines.")
+            raise ConfigError(f"{where}must be a mapping, not {_kind(value)}", "Write it as `key: value` lines.")
         self._values: dict[Any, object] = dict(value)
         self._known: set[str] = set()
         self._environment = environment
 
-    def _shown(self, value: object) -> str:
-        """A value for a message; those of source and sink may hold a password."""
-        return "not shown" if self._path.startswith(("source", "sink")) else repr(value)
+    @property
+    def path(self) -> str:
+        """The path of the mapping, for messages."""
+        return self._path
 
     def _full(self, key: str) -> str:
-        return f"{self._path}.{key}" if self._path else key
+        shown = key if _NAME.fullmatch(key) else "…"
+        return f"{self._path}.{shown}" if self._path else shown
 
     def take(self, key: str, check: Callable[[object], T], default: T | None = None, *, secret: bool = False) -> T:
         """The checked value of a key; one without a default must be there.
 
-        :param secret: no message may show the value.
-        :raises ConfigError: naming the key's path, the value and what would be right.
+        :param secret: no message may show even a number.
+        :raises ConfigError: naming the key's path and what would be right.
         """
         self._known.add(key)
         if key not in self._values and default is not None:
@@ -74,7 +83,7 @@ class Section:
         try:
             return check(self._expand(key, value) if isinstance(value, str) else value)
         except ValueError as e:
-            shown = "the value" if secret else repr(value)
+            shown = _kind(value) if secret else _shown(value, e)
             raise ConfigError(f"{self._full(key)}: {shown} is not valid", f"Give {e}.") from None
 
     def section(self, key: str) -> Section:
@@ -100,7 +109,7 @@ class Section:
     def texts(self, key: str, *, secret: bool = False) -> tuple[tuple[str, str], ...]:
         """The mapping of names to texts at a key, empty by default; variables of the environment stand in its values.
 
-        :param secret: no message may show the values.
+        :param secret: no message may show even numbers.
         """
         self._known.add(key)
         if key not in self._values:
@@ -124,58 +133,65 @@ class Section:
         section.finish()
         return cast(T, dataclasses.replace(cast(Any, defaults), **given))
 
-    def dsn(self, check: Callable[[object], str], scheme: str, kind: str) -> str:
+    def dsn(self, check: Callable[[object], str], scheme: str, kind: str, prefix: str = "") -> str:
         """The section's ``dsn``, or the Airflow connection that its ``conn_id`` names, as a checked URI.
 
         It is empty where connections are not resolved.
 
         :param scheme: of the URIs.
         :param kind: what the connection must be, for messages: ``Postgres``.
+        :param prefix: of both keys; with one, neither has to be there.
         """
-        found = self.connection("dsn", kind, lambda connection: check(connection_uri(connection, scheme)))
+        key, conn_id = f"{prefix}dsn", f"{prefix}conn_id"
+        if prefix and not {key, conn_id} & self._values.keys():
+            self._known |= {key, conn_id}
+            return ""
+        found = self.connection(key, kind, lambda connection: check(connection_uri(connection, scheme)), conn_id)
         if found is None and self._resolve:
-            return self.take("dsn", check, secret=True)  # it may hold a password
-        self._known.add("dsn")
-        self._values.pop("dsn", None)
+            return self.take(key, check, secret=True)  # it may hold a password
+        self._known.add(key)
+        self._values.pop(key, None)
         return found or ""
 
-    def connection(self, instead: str, kind: str, read: Callable[[str], T]) -> T | None:
-        """What is read from the Airflow connection that the section's ``conn_id`` names.
+    def connection(self, instead: str, kind: str, read: Callable[[str], T], key: str = "conn_id") -> T | None:
+        """What is read from the Airflow connection that a key of the section names.
 
-        It is ``None`` where the section has no ``conn_id``, or connections are not resolved.
+        It is ``None`` where the section has no such key, or connections are not resolved.
 
         :param instead: the key that stands in its place; one of both must be there.
         :param kind: what the connection must be, for messages: ``Postgres``.
         :param read: takes the connection as Airflow gives it, URI or JSON, which it must not repeat in a message.
         """
-        self._known |= {"conn_id", instead}
-        if "conn_id" in self._values and instead in self._values:
+        self._known |= {key, instead}
+        if key in self._values and instead in self._values:
             raise ConfigError(
-                f"{self._path} has both {instead} and conn_id",
-                f"Keep one of {self._full(instead)} and {self._full('conn_id')}.",
+                f"{self._path} has both {instead} and {key}",
+                f"Keep one of {self._full(instead)} and {self._full(key)}.",
             )
-        if not (self._values.get("conn_id") or self._values.get(instead)):
+        if not (self._values.get(key) or self._values.get(instead)):
             raise ConfigError(
                 f"{self._full(instead)} is missing from the pipeline file",
-                f"Add the key `{self._full(instead)}`, or `{self._full('conn_id')}`.",
+                f"Add the key `{self._full(instead)}`, or `{self._full(key)}`.",
             )
-        if "conn_id" not in self._values:
+        if key not in self._values:
             return None
-        conn_id = self.take("conn_id", as_text)
+        conn_id = self.take(key, as_text)
         if not self._resolve:
             return None
         variable = f"AIRFLOW_CONN_{conn_id.upper()}"
         connection = self._environment.get(variable)
+        if not _NAME.fullmatch(conn_id):  # a DSN, for one
+            conn_id, variable = "…", "AIRFLOW_CONN_…"
         if connection is None:
             raise ConfigError(
-                f"{self._full('conn_id')}: connection {conn_id!r} is unknown: {variable} is not set",
+                f"{self._full(key)}: connection {conn_id!r} is unknown: {variable} is not set",
                 f"Set {variable} to the connection's URI, or run the pipeline from Airflow, which passes it on.",
             )
         try:
             return read(connection)
         except ValueError as e:
             raise ConfigError(
-                f"{self._full('conn_id')}: connection {conn_id!r} is not a {kind} connection", f"Give {e}."
+                f"{self._full(key)}: connection {conn_id!r} is not a {kind} connection", f"Give {e}."
             ) from None
 
     def _require(self, key: str) -> None:
@@ -205,9 +221,32 @@ class Section:
         """
         for key, value in self._values.items():
             raise ConfigError(
-                f"{self._full(str(key))}: unknown key (value {self._shown(value)})",
+                f"{self._full(str(key))}: unknown key (its value is {_kind(value)})",
                 f"Remove it, or use one of: {', '.join(sorted(self._known))}.",
             )
+
+
+class Misspelt(ValueError):
+    """Raised by a check for a value that is nearly one of those that it takes, and so no secret."""
+
+
+def _unit(value: object) -> type[ValueError]:
+    """The error for what is no duration or size: a short number with two letters is a wrong one, and no secret."""
+    return Misspelt if isinstance(value, str) and _MEASURE.fullmatch(value) else ValueError
+
+
+def _shown(value: object, error: ValueError) -> str:
+    """A value for a message, if it can be no secret that belongs elsewhere."""
+    too_small = isinstance(value, int | float) and not isinstance(value, bool) and value <= 0
+    return repr(value) if too_small or isinstance(error, Misspelt) else _kind(value)
+
+
+def _kind(value: object) -> str:
+    """What a value is, for messages that must not show it."""
+    kinds = {int: "a number", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    return kinds.get(type(value), "a value of another kind")
 
 
 def as_text(value: object) -> str:
@@ -222,7 +261,8 @@ def one_of(*choices: str) -> Callable[[object], str]:
 
     def check(value: object) -> str:
         if value not in choices:
-            raise ValueError(f"one of {', '.join(choices)}")
+            near = isinstance(value, str) and difflib.get_close_matches(value, choices, cutoff=0.7)
+            raise (Misspelt if near else ValueError)(f"one of {', '.join(choices)}")
         return str(value)
 
     return check
@@ -248,7 +288,7 @@ def as_seconds(value: object) -> float:
         return float(value)
     match = _DURATION.match(value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError("a duration such as `500 ms`, `2 seconds` or `1 minute`")
+        raise _unit(value)("a duration such as `500 ms`, `2 seconds` or `1 minute`")
     unit = match[2]
     scale = 0.001 if unit.startswith(("ms", "milli")) else _SECONDS[unit[0]]
     return float(match[1]) * scale
@@ -262,6 +302,17 @@ def as_positive_seconds(value: object) -> float:
     return seconds
 
 
+def without_password(url: str) -> str:
+    """Check that a URL, which messages may show, names no password.
+
+    :raises ValueError: when it does.
+    """
+    user, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
+    if at and ":" in user:
+        raise ValueError("a URL without a password; the store's library finds it in the environment")
+    return url
+
+
 def parse_bytes(value: object) -> int:
     """A size in bytes, given as a number or as text such as ``64MiB``.
 
@@ -269,7 +320,7 @@ def parse_bytes(value: object) -> int:
     """
     match = _SIZE.match(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if match is None or int(match[1]) == 0:
-        raise ValueError("a size such as `64MiB`")
+        raise _unit(value)("a size such as `64MiB`")
     return int(match[1]) * _BYTES[match[2]]
 
 
@@ -335,3 +386,10 @@ def connection_uri(connection: str, scheme: str = "postgresql") -> str:
     host = parts.get("host") or ""
     database = quote(parts.get("schema") or "", safe="")
     return f"{scheme}://{user}{password}{at}{host}{port}/{database}{query}"
+
+
+def database_of(dsn: str) -> str:
+    """Return the name of the database that a checked DSN leads to."""
+    import psycopg2.extensions  # late, as above
+
+    return str(psycopg2.extensions.parse_dsn(dsn)["dbname"])

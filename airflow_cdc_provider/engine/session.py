@@ -14,25 +14,29 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from zipimport import zipimporter
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark import SparkContext, SparkFiles
+from pyspark import SparkConf, SparkContext, SparkFiles
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.config import END_WITHOUT_MEMORY, Pipeline, runs_locally
-from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable
+from airflow_cdc_provider.engine.errors import SparkLost, SparkUnusable, hidden_on_executors
 from airflow_cdc_provider.engine.interpreter import VARIABLE, is_this_python, python_for_spark
+from airflow_cdc_provider.engine.jvm import start_jvm
+from airflow_cdc_provider.engine.local_spark import local_address, local_sockets
 
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.session.timeZone": "UTC",
-    # Each saves tens of milliseconds a batch.
-    "spark.python.unix.domain.socket.enabled": "true",
+    # Saves tens of milliseconds a batch.
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
@@ -44,26 +48,36 @@ DEFAULTS = {
     "spark.driver.defaultJavaOptions": END_WITHOUT_MEMORY,
     "spark.executor.defaultJavaOptions": END_WITHOUT_MEMORY,
 }
-"""What every Spark of the engine is started with, unless the pipeline file says otherwise."""
+"""What every Spark of the engine is started with, unless the pipeline file says otherwise; see :func:`defaults_on`."""
 
+_session: ContextVar[SparkSession | None] = ContextVar("session", default=None)
 _LIBRARIES = ("adbc_driver_postgresql", "numpy", "pandas", "psycopg", "psycopg2", "pyarrow", "fsspec", "yaml")
 
 
 @contextmanager
 def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
-    """Start a session (or join the one of ``spark-submit``), and stop it at the end.
+    """Start a session (or join the one of ``spark-submit``), and stop it at the end; within a session, use that.
 
     :param command: for the application's name.
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
-    with python_chosen(runs_locally(pipeline.spark.master)):
+    outer = _session.get()
+    if outer is not None:
+        yield outer
+        return
+    local = runs_locally(pipeline.spark.master)
+    with python_chosen(local, local_address(pipeline.spark_conf) if local else {}):
         spark = _started(pipeline, command)
         try:
             with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
                 # Before a job no task is spent on what this process sees as well.
                 check_executors(spark, thoroughly=command == "preflight")
                 _ship_engine(spark.sparkContext, Path(directory))
-                yield spark
+                token = _session.set(spark)
+                try:
+                    yield spark
+                finally:
+                    _session.reset(token)
         finally:
             with contextlib.suppress(*(() if _answers(spark) else (Py4JError, OSError))):
                 spark.stop()
@@ -77,11 +91,11 @@ class _Choice:
         self._holders = 0
         self._before: dict[str, str | None] = {}
 
-    def take(self, here: bool) -> None:
-        """Name the Python in the environment, if nobody has."""
+    def take(self, here: bool, further: Mapping[str, str]) -> None:
+        """Name the Python in the environment, if nobody has, and what is wanted there with it."""
         with self._lock:
-            if not self._holders and "PYSPARK_PYTHON" not in os.environ:
-                chosen = _choose(here)
+            if not self._holders:
+                chosen = {**further, **(_choose(here) if "PYSPARK_PYTHON" not in os.environ else {})}
                 self._before = {name: os.environ.get(name) for name in chosen}
                 os.environ.update(chosen)
             self._holders += 1
@@ -104,14 +118,15 @@ _choice = _Choice()
 
 
 @contextmanager
-def python_chosen(here: bool) -> Iterator[None]:
+def python_chosen(here: bool, further: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
     """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
 
     Threads may do so at once: the last to leave restores the environment.
 
     :param here: whether Spark runs on this machine, if this process starts its JVM.
+    :param further: variables that Spark is to have too.
     """
-    _choice.take(here)
+    _choice.take(here, further)
     try:
         yield
     finally:
@@ -125,26 +140,32 @@ def _choose(here: bool) -> dict[str, str]:
     return python_for_spark() if here and told else {"PYSPARK_PYTHON": sys.executable}
 
 
+def defaults_on(master: str) -> dict[str, str]:
+    """:data:`DEFAULTS`, and what a Spark on this machine has beyond them."""
+    return {**DEFAULTS, **hidden_on_executors(), **(local_sockets() if runs_locally(master) else {})}
+
+
 def _submitted() -> bool:
     """Whether ``spark-submit`` has started this process, and its JVM before it."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def _started(pipeline: Pipeline, command: str) -> SparkSession:
-    builder = SparkSession.builder.appName(f"airflow-cdc {pipeline.name} {command}")
-    for name, value in DEFAULTS.items():
-        builder = builder.config(name, value)
-    if not _submitted():
-        builder = builder.master(pipeline.spark.master).config("spark.log.level", "ERROR")
-        for name, value in pipeline.spark_conf_on(pipeline.spark.master).items():
-            builder = builder.config(name, value)
+    interrupt = signal.getsignal(signal.SIGINT)
     try:
-        interrupt = signal.getsignal(signal.SIGINT)
-        spark = builder.getOrCreate()
-        if threading.current_thread() is threading.main_thread():
-            # Spark installs a handler of its own, which would break off the unit at hand.
-            signal.signal(signal.SIGINT, interrupt)
-        return spark
+        master = SparkConf().get("spark.master") if _submitted() else None
+        options = {"spark.app.name": f"airflow-cdc {pipeline.name} {command}"}
+        options |= defaults_on(master or pipeline.spark.master)
+        if not _submitted():
+            options |= {"spark.master": pipeline.spark.master, "spark.log.level": "ERROR"}
+            options |= pipeline.spark_conf_on(pipeline.spark.master)
+        start_jvm(options, f"{pipeline.name}-{command}")
+        builder = SparkSession.builder
+        for name, value in options.items():
+            builder = builder.config(name, value)
+        return builder.getOrCreate()
+    except SparkUnusable:
+        raise
     except Exception as e:
         raise SparkUnusable(
             f"Spark does not start on {pipeline.spark.master}: {str(e).splitlines()[0]}",
@@ -153,18 +174,25 @@ def _started(pipeline: Pipeline, command: str) -> SparkSession:
             if "path too long" in str(e)
             else "Check that Java 17 or newer is installed, and spark.master and spark.conf of the pipeline file.",
         ) from e
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            # Spark installs a handler of its own, which would break off the unit at hand.
+            signal.signal(signal.SIGINT, interrupt)
 
 
 @contextmanager
-def outliving(spark: SparkSession) -> Iterator[None]:
+def outliving(spark: SparkSession, stopping: Callable[[], bool]) -> Iterator[None]:
     """Do work with a session, and tell errors by their cause when they come from the end of its JVM.
 
+    :param stopping: whether the work has been asked to end. Whoever asks all processes of a job ends the JVM, too,
+        which may answer for a moment yet.
     :raises SparkLost: when the JVM has ended.
     """
     try:
         yield
     except Exception as e:
-        if _answers(spark):
+        ending = stopping() and isinstance(e, Py4JError | PySparkException | OSError)
+        if _answers(spark) and not ending:
             raise
         raise SparkLost(
             "Spark's JVM has ended in the middle of the work",

@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.connection import Connection, scalar
 
 UNKNOWN = "?"
-"""A cell of the target that equals every value."""
+"""A cell that equals every value."""
 
 Key: TypeAlias = tuple[str | None, ...]
 Entry: TypeAlias = tuple[int, str, Sequence[str | None], Sequence[str | None], str | None]

@@ -235,6 +235,7 @@ def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:
     return StreamFailed(
         f"the Spark task of chunk {task.chunk.title} failed: {str(cause or error).splitlines()[0]}",
         "Start again: finished chunks stay, the others are read. The task's error is in Spark's log.",
+        f"the Spark task of chunk {task.chunk.title} failed",
     )
 
 

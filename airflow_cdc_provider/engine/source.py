@@ -51,7 +51,7 @@ from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.garbage import spare_modules
-from airflow_cdc_provider.engine.handout import chosen, handed_out, tell
+from airflow_cdc_provider.engine.handout import chosen, handed_out, tell, tell_idle
 from airflow_cdc_provider.engine.origin import Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
 from airflow_cdc_provider.engine.sinks.base import Sink
@@ -219,6 +219,8 @@ class SlotStreamReader(DataSourceStreamReader):
             end = reader.idle_position(after)
         if end != after:
             self._advanced = time.monotonic()
+        elif options.meeting is not None and (passed := reader.passed(after)) is not None:
+            tell_idle(options.meeting.directory, passed)
         return end.to_json()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:

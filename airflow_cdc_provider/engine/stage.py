@@ -20,9 +20,9 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import chunk_of
 from airflow_cdc_provider.engine.connection import Connection, connect
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, knows_not
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, knows_not, sqlstate
 from airflow_cdc_provider.engine.effects import TableFilter, between, effects
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.errors import CdcError, values_hidden
 from airflow_cdc_provider.engine.evolution import Misfit, first_misfit
 from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.pgoutput import Changes, Piece, decode
@@ -127,7 +127,8 @@ class Stage:
             except DRIVER_ERRORS as e:
                 if not knows_not(e):
                     raise
-                raise _CannotPlace(Unplaced(table.label, str(e).splitlines()[0])) from e
+                said = f"SQLSTATE {sqlstate(e)}" if values_hidden() else str(e).splitlines()[0]
+                raise _CannotPlace(Unplaced(table.label, said)) from e
 
         labelled = {target.table.label: target for target in self.targets}
 

@@ -121,7 +121,7 @@ class StreamJob:
         :returns: what was done. Ends early when the run is asked to stop.
         :raises CdcError: when the stream cannot go on.
         """
-        with meeting_place() as directory, self._handout.serving(directory):
+        with meeting_place() as directory, self._handout.serving(directory, self._run.lag.idle):
             return self._follow(self._start(directory), target)
 
     def _follow(self, query: StreamingQuery, target: int | None) -> StreamProgress:
@@ -186,7 +186,7 @@ class StreamJob:
     def _source_options(self) -> SourceOptions:
         pipeline = self._pipeline
         return SourceOptions(
-            pipeline.source.dsn,
+            pipeline.source.log_dsn,
             pipeline.source.slot,
             pipeline.source.publication,
             self._origin,
@@ -279,6 +279,7 @@ def _batch_failure(number: int, text: str) -> CdcError:
     return StreamFailed(
         f"a Spark task of batch {number} failed: {text.splitlines()[0]}",
         "Start again: the stream goes on from the last commit. The task's error is in Spark's log.",
+        f"a Spark task of batch {number} failed",
     )
 
 
@@ -293,4 +294,5 @@ def _query_failure(text: str) -> CdcError:
     return StreamFailed(
         f"the streaming query ended: {text.splitlines()[0] if text else 'without a message'}",
         "Start again: the stream goes on from the last commit. Spark's log has the whole error.",
+        "the streaming query ended",
     )

@@ -11,12 +11,13 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
 from airflow_cdc_provider.engine.errors import CdcError, JobLost, Retry, StateUnwritable
+from airflow_cdc_provider.engine.shape import as_shape
 from airflow_cdc_provider.engine.state import Owner, State, read_heartbeat, read_heartbeats
 from airflow_cdc_provider.engine.waiting import await_condition
 
@@ -82,6 +83,7 @@ class Submission:
     :param error: ``kind``, ``message``, ``solution`` and ``retry`` of what it failed of.
     :param application: id of the Spark application that it was; written at its end.
     :param cluster: whether its driver runs on a cluster, where it outlives its keeper.
+    :param hosts: names and addresses of the host where the keeper has started it, at which its Spark UI may be.
     """
 
     id: str
@@ -97,6 +99,7 @@ class Submission:
     error: dict[str, str] | None = None
     application: str | None = None
     cluster: bool = False
+    hosts: list[str] = field(default_factory=list)
 
     @classmethod
     def new(cls, pipeline: str, part: str, command: list[str]) -> Submission:
@@ -119,7 +122,7 @@ class Submission:
             return Status.STOPPED
         if self.error is not None:
             return Status.FAILED
-        return Status.DONE if self._finished else Status.STOPPED
+        return Status.DONE if self.finished else Status.STOPPED
 
     @property
     def lives(self) -> bool:
@@ -127,23 +130,32 @@ class Submission:
         return self.ended_at is None or bool(not self.cluster and self.keeper and self.keeper.lives)
 
     @property
+    def keeper_killed(self) -> bool:
+        """Whether the process to which the job belongs is known to have ended before it."""
+        return self.ended_at is None and not self.cluster and self.keeper is not None and self.keeper.lives is False
+
+    @property
     def may_be_tried_again(self) -> bool:
         """Whether it failed of what another try may overcome."""
         return self.error is not None and self.error["retry"] == Retry.RETRY.value
 
     @property
-    def _finished(self) -> bool:
+    def finished(self) -> bool:
+        """Whether its result says that its work is done."""
         result = self.result or {}
         return bool(result.get("caught_up", result.get("finished") == result.get("chunks")))
 
 
 def read(state: State, id_: str) -> Submission | None:
-    """A submission, ``None`` when its file has been removed."""
-    values = state.read(f"{_FOLDER}/{id_}.json")
-    if values is None:
-        return None
-    keeper = Owner(**values["keeper"]) if values["keeper"] else None
-    return Submission(**(values | {"keeper": keeper}))
+    """Return a submission, ``None`` when its file has been removed, or is damaged."""
+    return state.read_sound(f"{_FOLDER}/{id_}.json", _as_submission)
+
+
+def _as_submission(values: dict[str, Any]) -> Submission:
+    found = as_shape(Submission, values)
+    if found.error is not None:
+        Retry(found.error["retry"])
+    return found
 
 
 def write(state: State, submission: Submission) -> None:
@@ -164,8 +176,11 @@ def end(
     if submission is None:
         return
     if submission.ended_at is None:
-        application = _application(state, submission)
-        submission = replace(submission, ended_at=time.time(), result=result, error=error, application=application)
+        known = replace(submission, result=result, error=error, application=_application(state, submission))
+        if error is None and not known.finished and submission.keeper_killed and not askers(state, id_):
+            # Its driver has ended in order, as it was told to when the keeper was gone.
+            known = replace(known, error=as_outcome(_without_keeper(submission)))
+        submission = replace(known, ended_at=time.time())
     write(state, replace(submission, exit_code=submission.exit_code if exit_code is None else exit_code))
     with contextlib.suppress(Exception):  # the end is written, and files of other jobs may be anything
         _forget_old(state)
@@ -187,6 +202,30 @@ def end_ours(exit_code: int, result: dict[str, Any] | None, error: CdcError | No
         with contextlib.suppress(StateUnwritable):  # who watches learns it otherwise, if later
             state = State(url)
             insist(lambda: end(state, id_, exit_code=exit_code, result=result, error=outcome))
+
+
+def cause_of(error: CdcError) -> CdcError:
+    """Return what has ended this process: the end of its keeper, if that is gone, and not what broke by it."""
+    id_, url = os.environ.get(VARIABLE), os.environ.get(STATE_VARIABLE)
+    if error.retry is Retry.RETRY and id_ and url:
+        with contextlib.suppress(StateUnwritable):
+            found = read(State(url), id_)
+            if found is not None and found.keeper_killed:
+                return _without_keeper(found)
+    return error
+
+
+def _without_keeper(submission: Submission) -> JobLost:
+    return lost(submission, f"its keeper, {submission.keeper}, was killed, and the job ended with it")
+
+
+def lost(submission: Submission, why: str) -> JobLost:
+    """Return the error of a job that has ended, or must be taken to have ended, without a word of its own."""
+    return JobLost(
+        f"the Spark job of {submission.part} is lost: {why}",
+        "Nothing to do if Airflow tries again: what has been committed stays, and a job that is alive after all"
+        " cannot commit beside its successor.",
+    )
 
 
 def check_wanted() -> None:
@@ -225,12 +264,7 @@ def as_outcome(error: CdcError) -> dict[str, str]:
 def give_up(state: State, submission: Submission, why: str) -> None:
     """Take a job for lost; should it be alive after all, it is asked to end, and others need not heed it."""
     ask_to_stop(state, submission.id, Asker.WATCHER)
-    lost = JobLost(
-        f"the Spark job of {submission.part} is lost: {why}",
-        "Nothing to do if Airflow tries again: what has been committed stays, and a job that is alive after all"
-        " cannot commit beside its successor.",
-    )
-    end(state, submission.id, error=as_outcome(lost))
+    end(state, submission.id, error=as_outcome(lost(submission, why)))
 
 
 def given_up(state: State, id_: str | None) -> bool:
@@ -259,9 +293,9 @@ def stop(state: State, id_: str, seconds: float = STOP_SECONDS) -> bool:
 
 
 def askers(state: State, id_: str) -> Askers:
-    """Who has asked a job to stop."""
-    request = state.read(f"{_STOPS}/{id_}.json")
-    return frozenset(map(Asker, request["askers"])) if request else frozenset()
+    """Return who has asked a job to stop; nobody where the request is damaged, so that it can be made again."""
+    asked = state.read_sound(f"{_STOPS}/{id_}.json", lambda values: frozenset(map(Asker, values["askers"])))
+    return asked or frozenset()
 
 
 def awaited(state: State) -> list[Submission]:
@@ -282,9 +316,15 @@ def unended(state: State) -> frozenset[str]:
 
 def read_all(state: State) -> list[Submission]:
     """All submissions that are remembered, in the order of their beginning."""
-    names = (name.rpartition("/")[2].removesuffix(".json") for name in state.names(_FOLDER))
-    found = (read(state, id_) for id_ in names)
-    return [submission for submission in found if submission is not None]
+    return [*newest_first(state)][::-1]
+
+
+def newest_first(state: State) -> Iterator[Submission]:
+    """Read submissions from the last one on, each file only when it is asked for."""
+    for name in reversed(state.names(_FOLDER)):
+        submission = read(state, name.rpartition("/")[2].removesuffix(".json"))
+        if submission is not None:
+            yield submission
 
 
 def _forget_old(state: State) -> None:

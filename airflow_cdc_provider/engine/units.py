@@ -51,10 +51,18 @@ from airflow_cdc_provider.engine.gate import Passage
 from airflow_cdc_provider.engine.handout import Handout
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.pgoutput import Relation
+from airflow_cdc_provider.engine.preflight import changelog_names
 from airflow_cdc_provider.engine.requests import requested
 from airflow_cdc_provider.engine.reread import adopt, insist, read_keys_again, target_of
 from airflow_cdc_provider.engine.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.base import Eager, MissingValues, Record, RowsNeeded, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.base import (
+    Eager,
+    MissingValues,
+    Record,
+    RowsNeeded,
+    StagedPiece,
+    Target,
+)
 from airflow_cdc_provider.engine.slot import emit_marker
 from airflow_cdc_provider.engine.stage import END, Stage, Unplaced, open_filters
 
@@ -400,11 +408,14 @@ class Units:
             raise CannotFollow(verdict.message, verdict.solution)
         try:
             if isinstance(verdict, Follow):
+                changelog_names(self.run.pipeline, [verdict.table])
                 self.run.sink.redefine(self.run.epoch, target, replace(target, table=verdict.table))
             else:
                 self._adopt(target.table.label, verdict.why)
         except RowsNeeded as e:
             self._adopt(target.table.label, str(e))
+        except ConfigError as e:  # of a table that was there when the stream began
+            raise CannotFollow(e.message, e.solution) from e
         self.record = existing_record(self.run.pipeline)
 
     def _adopt(self, label: str, why: str) -> None:

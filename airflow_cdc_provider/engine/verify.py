@@ -289,7 +289,7 @@ def _state(entries: list[Any]) -> State:
 
 def _same(ours: State, theirs: State) -> bool:
     return len(ours) == len(theirs) and all(
-        copy in (cell, UNKNOWN)
+        copy in (cell, UNKNOWN) or cell == UNKNOWN
         for (cells, _), (copies, _) in zip(ours, theirs, strict=True)
         for cell, copy in zip(cells, copies, strict=True)
     )

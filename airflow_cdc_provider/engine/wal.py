@@ -35,7 +35,6 @@ from psycopg.pq.abc import PGconn, PGresult
 from airflow_cdc_provider.engine.buffer import EPOCH_2000, Buffer, Position, malformed
 from airflow_cdc_provider.engine.connection import (
     CONNECT_TIMEOUT,
-    NO_TRANSACTION_TIMEOUT,
     Connection,
     connected,
     connection_failure,
@@ -49,6 +48,7 @@ from airflow_cdc_provider.engine.liveness import find_trouble
 from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.origin import QUERY, Origin
 from airflow_cdc_provider.engine.pgoutput import Piece
+from airflow_cdc_provider.engine.session_settings import require_settled, settle
 from airflow_cdc_provider.engine.slot import read_slot
 
 _ANSWER_SECONDS = 60.0
@@ -165,6 +165,11 @@ class WalReader:
             while self._buffer.position < lsn and self._buffer.bytes < self._buffer_bytes:
                 self._await_log()
             return self._buffer.seal()
+
+    def passed(self, after: Position) -> int | None:
+        """See :meth:`Buffer.passed`."""
+        with self._changed:
+            return self._buffer.passed(after)
 
     def idle_position(self, after: Position) -> Position:
         """See :meth:`Buffer.idle_position`."""
@@ -365,12 +370,14 @@ def open_replication(dsn: str, application: str) -> PGconn:
     """Open a connection on which a slot can be read.
 
     :raises ConnectionFailed: when the server cannot be reached or refuses it.
+    :raises UnsafeSession: when the session does not get its settings.
     """
     reasons = []
     for address in _addresses(f"{session_dsn(dsn, application)}&replication=database"):
         connection = pq.PGconn.connect_start(address.encode())
         reason = _await_connection(connection)
         if reason is None:
+            _settle(connection, dsn)
             return connection
         connection.finish()
         reasons.append(reason)
@@ -383,17 +390,33 @@ def open_replication(dsn: str, application: str) -> PGconn:
     )
 
 
+def _settle(connection: PGconn, dsn: str) -> None:
+    """See :mod:`.session_settings`; a connection that is refused is closed."""
+    try:
+        connection.nonblocking = 1
+        require_settled(describe(dsn), _first_row(connection, settle(writes=False)), connection.backend_pid)
+    except BaseException:
+        connection.finish()
+        raise
+
+
+def _first_row(connection: PGconn, query: str) -> list[str]:
+    """Execute a query, and return its first row.
+
+    :raises StreamFailed: when it has none.
+    """
+    result = execute(connection, query)
+    if result is None or result.status != pq.ExecStatus.TUPLES_OK:
+        raise _ended(connection, result)
+    return [(result.get_value(0, column) or b"").decode() for column in range(result.nfields)]
+
+
 def _require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
     """Ask the server at the other end who it is; return the id of our process there.
 
     :raises StreamFailed: when it is another than the gate has seen.
     """
-    connection.nonblocking = 1
-    execute(connection, NO_TRANSACTION_TIMEOUT)
-    result = execute(connection, f"SELECT pg_backend_pid(), {QUERY}")
-    if result is None or result.status != pq.ExecStatus.TUPLES_OK:
-        raise _ended(connection)
-    pid, *found = ((result.get_value(0, column) or b"").decode() for column in range(result.nfields))
+    pid, *found = _first_row(connection, f"SELECT pg_backend_pid(), {QUERY}")
     if origin is not None:
         origin.require(found, dsn)
     return int(pid)

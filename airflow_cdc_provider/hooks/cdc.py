@@ -8,6 +8,7 @@ which reads the file again without Airflow.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,14 @@ from pathlib import Path
 import yaml
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, Retry
-from airflow_cdc_provider.hooks.postgres_cdc import POSTGRES_TYPES, find_connection, postgres_uri
+from airflow_cdc_provider.engine.errors import CdcError, Fenced, Retry, SecondWriter, hide_values
+from airflow_cdc_provider.hooks.postgres_cdc import POSTGRES_TYPES, find_connection, postgres_uri, require_type
+from airflow_cdc_provider.remedy import in_airflow
 from airflow_cdc_provider.retry import CdcTaskFailed, CdcTaskRefused
 
+_log = logging.getLogger(__name__)
+# The types of connections of those sources and sinks that cannot do with any other.
+_TYPES = {"postgres": POSTGRES_TYPES, "mysql": ("mysql", "mariadb")}
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -49,13 +54,18 @@ def load_pipeline(path: str | os.PathLike[str]) -> LoadedPipeline:
     try:
         text = file.read_text(encoding="utf-8")
         document = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except Exception:
         pass  # Pipeline.load says what is wrong with the file
     else:
         environment |= {name: os.environ[name] for name in _VARIABLE.findall(text) if name in os.environ}
-        for key, conn_id in _connection_ids(document, environment):
-            environment[f"AIRFLOW_CONN_{conn_id.upper()}"] = _resolve(key, conn_id)
-    return LoadedPipeline(file, Pipeline.load(file, environment), environment)
+        for key, conn_id, kind in _connection_ids(document, environment):
+            if "@" in conn_id:  # an address, with a password maybe: Airflow's errors would show it
+                continue
+            environment[f"AIRFLOW_CONN_{conn_id.upper()}"] = _resolve(key, conn_id, kind)
+    pipeline = Pipeline.load(file, environment)
+    if not pipeline.messages.values:
+        hide_values()
+    return LoadedPipeline(file, pipeline, environment)
 
 
 def failure(message: str, solution: str, retry: str, kind: str = "CdcError") -> CdcTaskFailed | CdcTaskRefused:
@@ -66,31 +76,67 @@ def failure(message: str, solution: str, retry: str, kind: str = "CdcError") -> 
     """
     directive = Retry(retry)
     shell = CdcTaskFailed if directive is Retry.RETRY else CdcTaskRefused
-    return shell(message, solution, directive, kind)
+    return shell(message, in_airflow(solution), directive, kind)
 
 
 @contextmanager
-def airflow_failures() -> Iterator[None]:
-    """Turn errors of the engine into failures of the task, with the solution in the text."""
+def airflow_failures(path: str = "", part: str = "", *, ends_run: bool = True) -> Iterator[None]:
+    """Turn errors of the engine into failures of the task, with the solution in the text.
+
+    :param path: the pipeline file, to leave errors in the pipeline's state, too, for the page CDC; none by default.
+    :param part: what has failed.
+    :param ends_run: whether nothing of the run follows, so that the pipeline has to be looked at.
+    """
     try:
         yield
     except CdcError as e:
-        raise failure(e.message, e.solution, e.retry.value, e.kind) from e
+        if path:
+            _leave(path, part, e, ends_run)
+        # With the engine's own traceback, as the only one: Airflow shows all that are chained.
+        raise failure(e.message, e.solution, e.retry.value, e.kind).with_traceback(e.__traceback__) from None
 
 
-def _connection_ids(document: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each ``conn_id`` of source and sinks with its key, variables in it expanded."""
+def _leave(path: str, part: str, error: CdcError, ends_run: bool) -> None:
+    """Leave an error in a pipeline's state, unless it is there, or the state is that of another run."""
+    if isinstance(error, SecondWriter | Fenced) or error.noted:
+        return
+    try:
+        from airflow_cdc_provider.engine.location import refuse_others
+        from airflow_cdc_provider.engine.run import last_error, note_error, record_error
+        from airflow_cdc_provider.engine.state import State, read_heartbeats
+
+        outline = Pipeline.outline(path)  # the connections may be what is wrong
+        if not _VARIABLE.search(outline.state):
+            state = State(outline.state)
+            refuse_others(state, outline.name)
+            last = last_error(state)
+            if last is None or (last["kind"], last["message"]) != (error.kind, error.message):
+                alone = not any(beat.alive for beat in read_heartbeats(state))
+                (record_error if ends_run and alone else note_error)(state, part, error)
+    except Exception as e:  # whatever a file system of fsspec raises: the task's own error says more
+        _log.info("The error is not left in the pipeline's state: %s", e)
+
+
+def _connection_ids(document: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Each ``conn_id`` of source and sinks with its key and the section's ``type``, variables in it expanded."""
     if not isinstance(document, dict):
         return
     sinks = document.get("sink")
     several = {f"sink[{n}]": sink for n, sink in enumerate(sinks)} if isinstance(sinks, list) else {"sink": sinks}
     for name, section in {"source": document.get("source"), **several}.items():
-        conn_id = section.get("conn_id") if isinstance(section, dict) else None
-        if isinstance(conn_id, str) and conn_id:
-            yield f"{name}.conn_id", _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), conn_id)
+        for key in ("conn_id", "replication_conn_id"):
+            conn_id = section.get(key) if isinstance(section, dict) else None
+            if isinstance(conn_id, str) and conn_id:
+                expanded = _VARIABLE.sub(lambda match: environment.get(match[1], match[0]), conn_id)
+                yield f"{name}.{key}", expanded, str(section.get("type", "postgres"))
 
 
-def _resolve(key: str, conn_id: str) -> str:
-    """The value of a connection's variable; what is not Postgres is left to the engine to judge."""
+def _resolve(key: str, conn_id: str, kind: str) -> str:
+    """Return the value of a connection's variable.
+
+    :param kind: of the source or sink; what it does not tell of its connection is left to the engine to judge.
+    """
     connection = find_connection(conn_id, key)
+    if kind in _TYPES:
+        require_type(connection, _TYPES[kind], key)
     return postgres_uri(connection) if connection.conn_type in POSTGRES_TYPES else connection.get_uri()

@@ -29,8 +29,11 @@ _CLUSTER_CONF: Mapping[str, Mapping[str, str]] = {
     "k8s": {"spark.kubernetes.submission.waitAppCompletion": "true"},
 }
 
-# What Spark itself keeps out of its logs and its UI.
-_SECRET = re.compile(r"secret|password|token|access[.]?key", re.IGNORECASE)
+# What Spark itself keeps out of its logs and its UI, and what holds secrets beside that.
+_SECRET = re.compile(
+    r"secret|password|passphrase|token|credential|jaas|[.]sas[.]|(access|account|private|encryption)[.]?key",
+    re.IGNORECASE,
+)
 
 # A standalone cluster gives the driver the whole environment of spark-submit, also its addresses of this host.
 _STANDALONE_VARIABLES = frozenset({"PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "JAVA_HOME"})

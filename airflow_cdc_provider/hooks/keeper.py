@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from io import BufferedWriter, FileIO, TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
@@ -27,7 +29,9 @@ from typing import IO
 import psutil
 
 from airflow_cdc_provider.engine import submission
-from airflow_cdc_provider.engine.errors import ExitCode, Retry, StateUnwritable
+from airflow_cdc_provider.engine.announcement import announcement_of
+from airflow_cdc_provider.engine.errors import ExitCode, Retry, StateUnwritable, values_hidden
+from airflow_cdc_provider.engine.private import make_folder, open_file
 from airflow_cdc_provider.engine.state import STALE_SECONDS, Owner, State, read_heartbeat
 from airflow_cdc_provider.hooks.process_group import ProcessGroup
 
@@ -42,6 +46,7 @@ LOGS = 20
 """Logs of a pipeline that are kept."""
 LINE_CHARACTERS = 8192
 """A longer line of a job's output is kept in pieces."""
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 TAIL_LINES, TAIL_CHARACTERS = 40, 16384
 """So much of the end of the output is told of a job that has left no word itself."""
 
@@ -78,8 +83,8 @@ def start_keeper(assignment: Assignment, environment: dict[str, str]) -> None:
     :param environment: of the keeper.
     """
     log = Path(assignment.log)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as errors:
+    make_folder(log.parent, log.parent.parent)
+    with open(log, "ab", opener=open_file) as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, assignment.submission],  # the id is for people who look at processes
             stdin=subprocess.PIPE,
@@ -102,7 +107,8 @@ def keep(assignment: Assignment, asked: threading.Event) -> None:
     :param asked: set when this process is to end.
     """
     state, id_ = State(assignment.state), assignment.submission
-    if not submission.insist(lambda: register(state, id_)):
+    hosts = [] if assignment.cluster else hosts_of(assignment)
+    if not submission.insist(lambda: register(state, id_, hosts)):
         return
     output = Output(Path(assignment.log), assignment.secrets, submission.insist(lambda: submission.unended(state)))
     ours = {submission.VARIABLE: id_, submission.STATE_VARIABLE: state.url}
@@ -147,7 +153,9 @@ def await_silence(state: State, id_: str, asked: threading.Event) -> bool:
             if found is None or found.ended_at is not None:
                 return True
             beat = read_heartbeat(state, found.part)
-            if beat is not None and beat.submission == id_ and beat.at != heard:
+            if beat is None or beat.submission != id_:
+                beat = announcement_of(state, id_)
+            if beat is not None and beat.at != heard:
                 heard, since = beat.at, time.monotonic()
         except StateUnwritable:  # what cannot be heard is no silence
             since = time.monotonic()
@@ -157,12 +165,26 @@ def await_silence(state: State, id_: str, asked: threading.Event) -> bool:
     return True
 
 
-def register(state: State, id_: str) -> bool:
-    """Write that this process keeps the job; ``False`` if it was given up before it began."""
+def hosts_of(assignment: Assignment) -> list[str]:
+    """Return by what names and addresses a driver on this host may say that its web UI is to be reached."""
+    names = {"localhost", socket.gethostname(), socket.getfqdn()}
+    for addresses in psutil.net_if_addrs().values():
+        names |= {each.address.partition("%")[0] for each in addresses if each.family in _INTERNET}
+    names |= {assignment.environment.get(name, "") for name in ("SPARK_PUBLIC_DNS", "SPARK_LOCAL_HOSTNAME")}
+    given = (argument.partition("=") for argument in assignment.command)
+    names |= {value for name, _, value in given if name == "spark.driver.host"}
+    return sorted(name.lower() for name in names if name)
+
+
+def register(state: State, id_: str, hosts: list[str]) -> bool:
+    """Write that this process keeps the job; ``False`` if it was given up before it began.
+
+    :param hosts: where the job's web UI may be.
+    """
     found = submission.read(state, id_)
     if found is None or found.ended_at is not None:
         return False
-    submission.write(state, replace(found, keeper=Owner.this()))
+    submission.write(state, replace(found, keeper=Owner.this(), hosts=hosts))
     return True
 
 
@@ -201,9 +223,15 @@ def failure_of(code: int | None, tail: str) -> dict[str, str]:
     return {
         "kind": "StreamFailed",
         "message": message,
-        "solution": tail or "It has left no output.",
+        "solution": ("See its log." if values_hidden() else tail) or "It has left no output.",
         "retry": (Retry.FAIL if wrong else Retry.RETRY).value,
     }
+
+
+class _PrivateFile(RotatingFileHandler):
+    def _open(self) -> TextIOWrapper:
+        file = BufferedWriter(FileIO(self.baseFilename, self.mode, opener=open_file))
+        return TextIOWrapper(file, encoding=self.encoding, errors=self.errors)
 
 
 class Output:
@@ -221,7 +249,7 @@ class Output:
         # As much of a secret may stand at the end of a piece without being known for one.
         self._seam = max(map(len, secrets), default=1) - 1
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
-        self._file = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="replace")
+        self._file = _PrivateFile(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="replace")
         self._thread: threading.Thread | None = None
 
     @property

@@ -1,8 +1,9 @@
-"""The connection type ``postgres_cdc``: a Postgres server that changes are captured from."""
+"""The connection type ``postgres_cdc``: a Postgres server, the source of a pipeline or its target."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseHook
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
     from airflow_cdc_provider.engine.findings import Finding
 
-POSTGRES_TYPES = ("postgres", "postgres_cdc")
+POSTGRES_TYPES = ("postgres_cdc", "postgres")
 
 # Fields of the connection itself, and a mode that ordinary sessions must not be in.
 _NOT_FROM_EXTRA = {"user", "password", "host", "port", "dbname", "replication"}
 
 
 class PostgresCdcHook(BaseHook):
-    """A Postgres server that changes are captured from.
+    """A Postgres server that changes are captured from, or copied into.
 
     :param postgres_cdc_conn_id: a connection of type ``postgres_cdc`` or ``postgres``.
     """
@@ -49,20 +50,16 @@ class PostgresCdcHook(BaseHook):
         """An autocommitting connection with the session settings of the engine."""
         from airflow_cdc_provider.engine.connection import connect
 
-        return connect(self.get_uri(), settings={"lock_timeout": "0"})
+        return connect(self.get_uri(), settings={"lock_timeout": "0"}, writes=True)
 
     def test_connection(self) -> tuple[bool, str]:
-        """Whether changes can be captured through this connection, and a sentence a check, failures first.
+        """Whether the server can be what the extra field ``use`` says, and a sentence a check, failures first.
 
-        Nothing is changed. The extra fields ``slot`` and ``publication`` name what a pipeline is to use.
+        Nothing is changed. ``use`` is ``source`` or ``target``; of a source the extra fields ``slot`` and
+        ``publication`` name what a pipeline is to use.
         """
-        from airflow_cdc_provider.engine.readiness import check_server
-
         try:
-            connection = self._connection()
-            extra = connection.extra_dejson
-            slot, publication = (extra.get(name) or "" for name in ("slot", "publication"))
-            findings = check_server(Source(postgres_uri(connection), (), slot, publication))
+            findings = _check(self._connection())
         except CdcError as e:
             return False, f"{sentence(e.message)} {e.solution}"
         by_weight = sorted(findings, key=lambda finding: (finding.ok, not finding.warning))
@@ -70,12 +67,43 @@ class PostgresCdcHook(BaseHook):
 
     def _connection(self) -> Connection:
         connection = find_connection(self.postgres_cdc_conn_id)
-        if connection.conn_type not in POSTGRES_TYPES:
-            raise ConfigError(
-                f"the connection {self.postgres_cdc_conn_id!r} is of type {connection.conn_type!r}",
-                f"Name a connection of type {' or '.join(POSTGRES_TYPES)}.",
-            )
+        require_type(connection, POSTGRES_TYPES)
         return connection
+
+
+def _check(connection: Connection) -> list[Finding]:
+    from airflow_cdc_provider.engine.readiness import check_server
+    from airflow_cdc_provider.engine.sinks.postgres import checks as target
+
+    extra = connection.extra_dejson
+    if extra.get("use") == "target":
+        return target.check_server(postgres_uri(connection))
+    slot, publication = (extra.get(name) or "" for name in ("slot", "publication"))
+    return check_server(Source(postgres_uri(connection), (), slot, publication))
+
+
+def require_type(connection: Connection, types: Sequence[str], wanted_by: str = "") -> None:
+    """Refuse a connection of another type than is needed.
+
+    :param types: those that will do, the one to recommend first.
+    :param wanted_by: what names the connection, for the message.
+    :raises ConfigError: when it is of another type.
+    """
+    if connection.conn_type in types:
+        return
+    named = f", named by {wanted_by}," if wanted_by else ""
+    why = (
+        "Airflow's command line stores `generic` for a type that no installed package brings. "
+        if connection.conn_type == "generic"
+        else ""
+    )
+    uri = f"{types[0].replace('_', '-')}://user:password@host/database"
+    raise ConfigError(
+        f"the Airflow connection {connection.conn_id!r}{named} is of type {connection.conn_type!r},"
+        f" not {' or '.join(types)}",
+        f"{why}Choose another type in Admin > Connections; or run `airflow connections delete {connection.conn_id}`,"
+        f" then `airflow connections add {connection.conn_id} --conn-uri {uri}`.",
+    )
 
 
 def find_connection(conn_id: str, wanted_by: str = "") -> Connection:

@@ -27,9 +27,9 @@ from airflow.providers.apache.spark.hooks.spark_submit import (
 from airflow.sdk import conf as airflow_conf
 
 import airflow_cdc_provider
-from airflow_cdc_provider.engine.connection import passwords
 from airflow_cdc_provider.engine.errors import SparkUnusable
 from airflow_cdc_provider.engine.interpreter import python_for_spark
+from airflow_cdc_provider.engine.local_spark import local_address
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.submission import STATE_VARIABLE, VARIABLE, Submission, write
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline
@@ -102,7 +102,7 @@ class SparkJobHook(SparkSubmitHook):
                 directory=str(directory),
                 log=str(log),
                 secrets=[
-                    *(passwords(pipeline.source.dsn) if pipeline.topics is None else pipeline.topics.secrets),
+                    *(pipeline.source.secrets if pipeline.topics is None else pipeline.topics.secrets),
                     *(secret for sink in pipeline.sinks for secret in sink.secrets),
                     *(value for value in self._secrets.values() if len(value) > _WORD),
                 ],
@@ -132,6 +132,8 @@ class SparkJobHook(SparkSubmitHook):
 
     def _given_environment(self) -> dict[str, str]:
         given = {name: value for name, value in os.environ.items() if not name.startswith(_AIRFLOW_PREFIXES)}
+        if self._deployment.manager == "local":
+            given |= local_address(self._conf)
         if self._home is not None:
             given["SPARK_HOME"] = str(self._home)
         chosen = "PYSPARK_PYTHON" in given or "PYSPARK_DRIVER_PYTHON" in given

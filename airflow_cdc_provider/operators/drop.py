@@ -30,7 +30,7 @@ class CdcDropOperator(CdcOperator):
         """Remove; returns the pipeline's name and the statements that remove what is left."""
         from airflow_cdc_provider.engine import commands
 
-        with airflow_failures():
+        with airflow_failures(self.pipeline, "drop", ends_run=False):
             result = commands.drop(
                 load_pipeline(self.pipeline).pipeline, takeover=self.takeover, source_gone=self.source_gone
             )

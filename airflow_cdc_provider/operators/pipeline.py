@@ -6,6 +6,7 @@ with what to do about them, and are retried only where trying again can help.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +29,24 @@ class CdcPreflightOperator(CdcOperator):
     """
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Run the checks; returns the findings."""
-        from airflow_cdc_provider.engine import commands
+        """Run the checks and list them in the log; returns the findings, or fails with all that stands in the way."""
+        from airflow_cdc_provider.engine.attention import noting_errors
+        from airflow_cdc_provider.engine.commands import findings_dict
+        from airflow_cdc_provider.engine.findings import combined
+        from airflow_cdc_provider.engine.preflight import preflight_whole
 
-        with airflow_failures():
-            result = commands.preflight(load_pipeline(self.pipeline).pipeline)
-        for finding in result["findings"]:
-            if finding["ok"] and not finding.get("warning"):
-                self.log.info("%s: %s", finding["check"], finding["message"])
-            else:
-                self.log.warning("%s: %s %s", finding["check"], finding["message"], finding.get("solution", ""))
-        return result
+        with airflow_failures(self.pipeline, "preflight"):
+            pipeline = load_pipeline(self.pipeline).pipeline
+            with noting_errors(pipeline, "preflight"):
+                findings = preflight_whole(pipeline)
+                for finding in findings:
+                    level = logging.INFO if finding.mark == "✓" else logging.WARNING if finding.ok else logging.ERROR
+                    for line in finding.lines():
+                        self.log.log(level, "%s", line)
+                error = combined(findings)
+                if error is not None:
+                    raise error
+        return {"findings": [findings_dict(finding) for finding in findings]}
 
 
 class CdcProvisionOperator(CdcOperator):
@@ -59,7 +67,7 @@ class CdcProvisionOperator(CdcOperator):
         """Provision; returns epoch, start of the stream, positions of the slot, tables and number of chunks."""
         from airflow_cdc_provider.engine import commands
 
-        with airflow_failures():
+        with airflow_failures(self.pipeline, "provision"):
             result = commands.provision(load_pipeline(self.pipeline).pipeline, takeover=self.takeover)
         self.log.info(
             "Epoch %s: %s tables in %s chunks, streamed from %s.",
@@ -81,7 +89,7 @@ class CdcVerifyOperator(CdcOperator):
         """Compare; returns the tables with their numbers of rows."""
         from airflow_cdc_provider.engine import commands
 
-        with airflow_failures():
+        with airflow_failures(self.pipeline, "verify", ends_run=False):
             result = commands.verify(load_pipeline(self.pipeline).pipeline)
         for table in result["tables"]:
             self.log.info(
@@ -132,7 +140,7 @@ class CdcMaintainOperator(CdcOperator):
             retention = None if self.retention is None else as_seconds(self.retention)
         except ValueError as e:
             raise failure(f"the argument retention is {self.retention!r}", f"Give {e}.", "fail") from e
-        with airflow_failures():
+        with airflow_failures(self.pipeline, "maintain", ends_run=False):
             result = commands.maintain(load_pipeline(self.pipeline).pipeline, retention)
         for sink in result["sinks"]:
             self.log.info("%s: %s", sink["sink"], sink["done"])

@@ -108,7 +108,7 @@ class CdcResnapshotOperator(CdcOperator):
         from airflow_cdc_provider.engine.run import existing_record
         from airflow_cdc_provider.engine.state import State
 
-        with airflow_failures():
+        with airflow_failures(self.pipeline, "resnapshot", ends_run=self.everything):
             pipeline = load_pipeline(self.pipeline).pipeline
             if self.everything:
                 return commands.start_over(pipeline)

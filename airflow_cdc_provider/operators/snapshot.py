@@ -42,7 +42,7 @@ class CdcPlanOperator(CdcOperator):
             groups = 0
         if groups < 1:
             raise failure(f"the argument groups is {self.groups!r}", "Give a whole number from 1 on.", "fail")
-        with airflow_failures():
+        with airflow_failures(self.pipeline, "plan"):
             unfinished = commands.unfinished(load_pipeline(self.pipeline).pipeline)
         self.log.info("%s chunks are not finished.", len(unfinished))
         return plan_groups(unfinished, groups)

@@ -13,7 +13,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import NEVER_EXPIRE  # type: ignore[attr-defined]
 from airflow.sdk.exceptions import AirflowException, AirflowTaskTimeout
 
+from airflow_cdc_provider.engine.errors import Retry
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline, airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.links.spark import SparkUiLink
 from airflow_cdc_provider.operators.base import CdcOperator
@@ -46,11 +47,18 @@ class Handle:
     :param submission: the id of the job's submission.
     :param fingerprint: what was to be done; the store goes by the position of a mapped task, which may be another's.
     :param max_tries: the task instance's, which changes when it is cleared, and not when it is tried again.
+    :param failures: of jobs of this work since one of them has last committed anything.
     """
 
     submission: str
     fingerprint: str
     max_tries: int
+    failures: int = 0
+
+    def follows(self, before: Handle | None) -> Handle:
+        """This one, with the failures of the one before if that is of the same work."""
+        same = before is not None and (before.fingerprint, before.max_tries) == (self.fingerprint, self.max_tries)
+        return replace(self, failures=before.failures) if before is not None and same else self
 
 
 class Step(Enum):
@@ -110,6 +118,7 @@ class CdcSparkOperator(CdcOperator):
         self.submission: str | None = None
         self.application: str | None = None
         self._job: tuple[State, str] | None = None
+        self._deadline: float | None = None
         self._killed = False
 
     @property
@@ -127,10 +136,16 @@ class CdcSparkOperator(CdcOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Begin the job, or find it again, and wait for its end; returns what the command returned."""
+        while (result := self._work(context)) is None:
+            time.sleep(self._pause.total_seconds())
+        return result
+
+    def _work(self, context: Context) -> dict[str, Any] | None:
+        """See :meth:`execute`; without a result the job has to be begun again."""
         from airflow_cdc_provider.engine.state import State
         from airflow_cdc_provider.engine.submission import askers, read
 
-        with airflow_failures():
+        with airflow_failures(self.pipeline, self.command):
             loaded = load_pipeline(self.pipeline)
             state, store = State(loaded.pipeline.state), context["task_state_store"]
             known: Any = store.get(_KEY)
@@ -150,13 +165,31 @@ class CdcSparkOperator(CdcOperator):
                     self._make_sure_of_end(state, job)
                 job = self._new_submission(loaded, first=handle is None)
                 hook = self._hook(loaded)
-                store.set(_KEY, asdict(Handle(job.id, fingerprint, max_tries)), retention=NEVER_EXPIRE)
+                self._keep(context, Handle(job.id, fingerprint, max_tries).follows(handle))
                 self._submit(hook, state, job)
             self._job, self.submission = (state, job.id), job.id
             return self._wait(context, state, job.id)
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
-        """Return what the command returned, or fail as the job did."""
+        """Return what the command returned, or begin it again, or fail as the job did."""
+        from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
+
+        result = self._concluded(context, event)
+        if result is None:
+            deadline = {"deadline": event.get("deadline")}
+            self.defer(trigger=TimeDeltaTrigger(self._pause), method_name="resume", kwargs=deadline)
+        return result
+
+    def resume(self, context: Context, event: Any = None, deadline: float | None = None) -> dict[str, Any]:
+        """Begin the job again in the same try.
+
+        :param deadline: when the try's time is up, in seconds since 1970.
+        """
+        self._deadline = deadline
+        return self.execute(context)
+
+    def _concluded(self, context: Context, event: dict[str, Any]) -> dict[str, Any] | None:
+        """What the command returned; ``None`` when the job has to be begun again in this try."""
         from airflow_cdc_provider.engine.submission import Status
         from airflow_cdc_provider.triggers.job import TIMEOUT
 
@@ -168,12 +201,42 @@ class CdcSparkOperator(CdcOperator):
             raise AirflowTaskTimeout("The task's time was up, and its Spark job was stopped.")
         if event["status"] == Status.FAILED:
             error = event["error"]
-            raise failure(error["message"], error["solution"], error["retry"], error["kind"])
-        raise failure(
-            "the Spark job was ended before its work was done",
-            "What it has committed stays; the next try goes on from there.",
-            "retry",
-        )
+            failed = failure(error["message"], error["solution"], error["retry"], error["kind"])
+        else:
+            failed = failure(
+                "the Spark job was ended before its work was done",
+                "What it has committed stays; the next try goes on from there.",
+                "retry",
+            )
+        if not self._goes_on(context, event, failed.directive):
+            raise failed
+        self.log.warning("%s\nThe tries are used up, but not since the last commit: the job is begun again.", failed)
+        return None
+
+    def _goes_on(self, context: Context, event: Mapping[str, Any], directive: Retry) -> bool:
+        """Whether a job that failed is begun again although Airflow has no try left.
+
+        Airflow counts the tries of a task instance, that of a stream of months too. Here failures count since the last
+        commit; while Airflow has tries left, they are used, as they are seen and told.
+        """
+        if directive is not Retry.RETRY or self._killed:
+            return False
+        known: Any = context["task_state_store"].get(_KEY)
+        if not known:
+            return False
+        handle = Handle(**known)
+        failures = 1 if event.get("progressed") else handle.failures + 1
+        self._keep(context, replace(handle, failures=failures))
+        instance = context["ti"]
+        return instance.try_number > instance.max_tries and failures <= (self.retries or 0)
+
+    @property
+    def _pause(self) -> timedelta:
+        """Between a failure and the next job of the same try, as between tries."""
+        return self.retry_delay if isinstance(self.retry_delay, timedelta) else timedelta(seconds=self.retry_delay)
+
+    def _keep(self, context: Context, handle: Handle) -> None:
+        context["task_state_store"].set(_KEY, asdict(handle), retention=NEVER_EXPIRE)
 
     def completed(self, context: Context, pipeline: Pipeline, result: Mapping[str, Any]) -> None:
         """Tell Airflow what the job has done.
@@ -190,23 +253,25 @@ class CdcSparkOperator(CdcOperator):
         if self._job is not None:
             ask_to_stop(*self._job, Asker.AIRFLOW)
 
-    def _wait(self, context: Context, state: State, submission: str) -> dict[str, Any]:
+    def _wait(self, context: Context, state: State, submission: str) -> dict[str, Any] | None:
         from airflow_cdc_provider.engine.submission import Asker, ask_to_stop
         from airflow_cdc_provider.triggers.job import POLL_SECONDS, SparkJobTrigger, Watch
 
         if self._killed:  # perhaps before it was known which job is meant
             ask_to_stop(state, submission, Asker.AIRFLOW)
         elif self.deferrable:
-            limit = self.execution_timeout
+            limit, deadline = self.execution_timeout, self._deadline
+            if limit and deadline is None:
+                deadline = time.time() + limit.total_seconds()
             self.defer(
-                trigger=SparkJobTrigger(state.url, submission, time.time() + limit.total_seconds() if limit else None),
+                trigger=SparkJobTrigger(state.url, submission, deadline),
                 method_name="execute_complete",
                 timeout=limit + _TRIGGER_GRACE if limit else None,
             )
         watch = Watch(state, submission, None, self.log.info)
         while (event := watch.look()) is None:
             time.sleep(POLL_SECONDS)
-        return self.execute_complete(context, event)
+        return self._concluded(context, event)
 
     def _make_sure_of_end(self, state: State, job: Submission) -> None:
         """End the job of a task that has been killed or cleared, or that has other work now."""

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.assets import CHANGED_TABLES, announce_changes
 from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.ending import CAUGHT_UP, Ending
 from airflow_cdc_provider.operators.spark import CdcSparkOperator
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-_BARE_LSN = re.compile(r"^[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}$")
-
 
 class CdcStreamOperator(CdcSparkOperator):
     """Applies the source's changes until the given point.
 
-    With ``stopped`` it goes on for days and occupies no worker: it ends by ``airflow-cdc stop``, or when the task is
+    With ``forever`` it goes on for days and occupies no worker: it ends by ``airflow-cdc stop``, or when the task is
     marked or cleared.
 
-    :param until: ``caught_up``, ``stopped``, or an LSN, ``X/Y`` or ``lsn:X/Y``. (templated)
+    :param until: ``caught up``, ``forever`` (formerly ``stopped``), or an LSN, ``X/Y`` or ``lsn:X/Y``. (templated)
     :param pipeline: path of the pipeline file. (templated)
     :param epoch: the epoch that ``provision`` returned; without one the stream takes the pipeline's next. (templated)
     :param spark_conn_id: the Spark connection; its master wins over that of the pipeline file.
@@ -36,14 +34,14 @@ class CdcStreamOperator(CdcSparkOperator):
     # Two streams of one epoch are not told apart by the sink, so one that may have been left behind must be overtaken.
     resumes_epoch = False
 
-    def __init__(self, *, until: str = "caught_up", **kwargs: Any) -> None:
+    def __init__(self, *, until: str = CAUGHT_UP, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.until = until
         self.outlets = [*self.outlets, CHANGED_TABLES]
 
     def command_arguments(self) -> list[str]:
         """Where to end."""
-        return ["--until", f"lsn:{self.until}" if _BARE_LSN.match(self.until) else self.until.replace("_", "-")]
+        return ["--until", str(Ending.parse(self.until))]
 
     def stopped_result(self) -> dict[str, Any]:
         """As of a stream that was stopped; where it was then, nobody has said."""

@@ -18,7 +18,8 @@ from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.run import request_stop
 from airflow_cdc_provider.engine.state import State, read_heartbeats
 from airflow_cdc_provider.plugins.dags import Dags, DagsDep
-from airflow_cdc_provider.plugins.overview import describe, summarize, wants_poll
+from airflow_cdc_provider.plugins.ledgers import Ledgers
+from airflow_cdc_provider.plugins.overview import describe, guarded, summarize, wants_poll
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile, find_pipelines
 from airflow_cdc_provider.plugins.reports import Report, Reports, read_report, reading
 from airflow_cdc_provider.plugins.slot_polls import SlotPolls
@@ -48,6 +49,7 @@ class Pipelines:
         self.place = str(conf.get("airflow_cdc", "pipelines"))
         self.history_server = str(conf.get("airflow_cdc", "spark_history_server"))
         self._reports = Reports()
+        self._ledgers = Ledgers()
         self.polls = SlotPolls()
 
     def all(self, dags: Dags) -> list[Values]:
@@ -57,7 +59,7 @@ class Pipelines:
         visible = [file for file in files if dags.visible(file.name)]
         polls = self.polls.look(file.path for file in visible if wants_poll(reports[file.path], now))
         return [
-            summarize(file, reports[file.path], polls.get(file.path), now)
+            guarded(summarize, file, reports[file.path], polls.get(file.path), now)
             | {"dag_id": own.dag_id if (own := dags.own(file.name)) else None}
             for file in visible
         ]
@@ -72,9 +74,9 @@ class Pipelines:
     def describe(self, file: PipelineFile) -> Values:
         """All that is known of a pipeline."""
         now = time.time()
-        report = read_report(file.pipeline, whole=True) if file.pipeline else Report()
+        report = read_report(file.pipeline, self._ledgers) if file.pipeline else Report()
         polls = self.polls.look([file.path] if wants_poll(report, now) else [])
-        return describe(file, report, polls.get(file.path), now)
+        return guarded(describe, file, report, polls.get(file.path), now)
 
 
 def _pipelines(request: Request) -> Pipelines:

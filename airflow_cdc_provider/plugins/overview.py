@@ -6,32 +6,35 @@ LSNs are strings, since JavaScript rounds large integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from airflow_cdc_provider.engine.attention import NEEDED, STARTING
 from airflow_cdc_provider.engine.budget import Budget
-from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.grid import Place, chunk_grid, places
+from airflow_cdc_provider.engine.errors import GateClosed, StateDamaged
 from airflow_cdc_provider.engine.lsn import parse_lsn
 from airflow_cdc_provider.engine.run import STREAM
+from airflow_cdc_provider.engine.slot import SlotState
 from airflow_cdc_provider.engine.state import Heartbeat
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 from airflow_cdc_provider.plugins.reports import Report
 from airflow_cdc_provider.plugins.slot_polls import Poll
+from airflow_cdc_provider.remedy import in_airflow
 
 Values: TypeAlias = dict[str, Any]
 
 FRESH_SECONDS = 30.0
 """What a job has said of its slot for so long is taken for what is."""
-CELLS = 240
-"""Cells of a table's grid; tables of more chunks have several in a cell."""
 _TREND_POINTS = 32
 _OF_SLOT = ("restart_lsn", "confirmed_flush_lsn", "retained_bytes")
 
 
-def condition(report: Report) -> str:
-    """The state of a pipeline in a word: that of ``airflow-cdc status``, and ``lost`` when its job is gone unheard."""
+def condition(report: Report, slot: Mapping[str, Any] | None = None) -> str:
+    """Return the state of a pipeline, as ``airflow-cdc status`` has it, and ``unreadable``.
+
+    :param slot: what is known of its slot.
+    """
     if report.unreadable is not None:
         return "unreadable"
     alive = _alive(report)
@@ -39,18 +42,52 @@ def condition(report: Report) -> str:
         if any("restart" in beat.progress for beat in alive):
             return "restarting"
         return "streaming" if any(beat.part == STREAM for beat in alive) else "snapshotting"
-    if report.error is not None:
-        return "failed"
-    if not report.beats:
-        return "new"
-    latest = max(report.beats, key=lambda beat: (beat.epoch, beat.at))
-    return "stopped" if latest.ended else "lost"
+    if report.starting:
+        return STARTING
+    if report.error is not None or (slot and slot.get("trouble")):
+        return NEEDED
+    return "stopped" if report.beats else "new"
+
+
+Telling: TypeAlias = Callable[[PipelineFile, Report, Poll | None, float], Values]
+
+
+def guarded(tell: Telling, file: PipelineFile, report: Report, poll: Poll | None, now: float) -> Values:
+    """Tell of a pipeline; one whose state holds what nobody expects is ``unreadable``, and others are shown as ever.
+
+    :param tell: :func:`summarize` or :func:`describe`.
+    """
+    try:
+        return tell(file, report, poll, now)
+    except Exception as e:  # the files of a state may hold anything
+        place = f"{file.pipeline.state}/{_culprit(tell, file, report, now)}" if file.pipeline else str(file.path)
+        damaged = StateDamaged(
+            f"{place} is of a shape that the page does not know: {type(e).__name__} {e}",
+            "Delete that file: jobs write it again. If a job of another version writes it, install one version of"
+            " the provider everywhere.",
+        )
+        return tell(file, Report(unreadable=damaged), None, now)
+
+
+def _culprit(tell: Telling, file: PipelineFile, report: Report, now: float) -> str:
+    """Return the file of a state that cannot be told of."""
+    parts = {f"jobs/{beat.part}.json": Report((beat,)) for beat in report.beats}
+    parts |= {"error.json": Report(error=report.error), "history": Report(history=report.history)}
+    for name, alone in parts.items():
+        try:
+            tell(file, alone, None, now)
+        except Exception:
+            return name
+    return "ledger.json"
 
 
 def wants_poll(report: Report, now: float) -> bool:
     """Whether a server must be asked for the slot, as no job says how it is."""
-    slot = _reported_slot(report)
-    return bool(report.beats) and (slot is None or now - slot["at"] > FRESH_SECONDS)
+    try:
+        slot = _reported_slot(report)
+        return bool(report.beats) and (slot is None or now - slot["at"] > FRESH_SECONDS)
+    except (LookupError, TypeError, ValueError):  # of which `guarded` tells
+        return False
 
 
 def summarize(file: PipelineFile, report: Report, poll: Poll | None, now: float) -> Values:
@@ -70,7 +107,7 @@ def summarize(file: PipelineFile, report: Report, poll: Poll | None, now: float)
     fresh = bool(alive) and bool(samples) and now - last["at"] <= FRESH_SECONDS
     snapshot = _snapshot(alive)
     return common | {
-        "state": condition(report),
+        "state": condition(report, slot),
         "epoch": max((beat.epoch for beat in report.beats), default=None),
         "seen_at": max((beat.at for beat in report.beats), default=None),
         "rows_per_second": snapshot["rows_per_second"] if snapshot else last["rows_per_second"] if fresh else None,
@@ -82,7 +119,7 @@ def summarize(file: PipelineFile, report: Report, poll: Poll | None, now: float)
         "snapshot": snapshot,
         "waiting": _progress(alive, "waiting"),
         "restart": _progress(alive, "restart"),
-        "error": _error(report),
+        "error": _error(report, slot),
     }
 
 
@@ -99,8 +136,8 @@ def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) 
         "sinks": [f"{sink.type} ({sink.mode})" for sink in pipeline.sinks],
         "series": _series(history["samples"]),
         "batches": history["batches"][::-1],
-        "errors": history["errors"][::-1],
-        "tables": _tables(report),
+        "errors": [_for_readers(error) for error in history["errors"][::-1]],
+        "tables": report.ledger.shown(report.beats) if report.ledger else [],
         "jobs": [
             {
                 "part": beat.part,
@@ -123,12 +160,16 @@ def _progress(beats: Iterable[Heartbeat], key: str) -> Any:
     return next((beat.progress[key] for beat in beats if beat.progress.get(key) is not None), None)
 
 
-def _error(report: Report) -> Mapping[str, Any] | None:
+def _error(report: Report, slot: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if report.unreadable is not None:
         return report.unreadable.as_dict()
-    return next(
-        (beat.progress["restart"]["error"] for beat in _alive(report) if "restart" in beat.progress), report.error
-    )
+    waiting = (beat.progress["restart"]["error"] for beat in _alive(report) if "restart" in beat.progress)
+    error = next(waiting, report.error) or (slot or {}).get("trouble")
+    return None if error is None else _for_readers(error)
+
+
+def _for_readers(error: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**error, "solution": in_airflow(error["solution"])}
 
 
 # -- the slot ----------------------------------------------------------------------------------------
@@ -153,13 +194,31 @@ def _slot(pipeline: Pipeline, report: Report, poll: Poll | None, last: Mapping[s
     reported = _reported_slot(report)
     if poll is not None and (reported is None or poll.at > reported["at"]):
         if poll.error is not None:
-            trouble = {"error": poll.error.as_dict()}
-            return name | (_placed(pipeline, reported) if reported else {"at": poll.at, "lag_bytes": None}) | trouble
+            unknown = {"error": poll.error.as_dict()}
+            return name | (_placed(pipeline, reported) if reported else {"at": poll.at, "lag_bytes": None}) | unknown
+        trouble = _trouble(pipeline, poll.slot)
         if poll.slot is None:
-            return name | {"at": poll.at, "lag_bytes": None, "missing": True}
+            return name | {"at": poll.at, "lag_bytes": None, "missing": True, "trouble": trouble}
         applied = reported["applied_lsn"] if reported else None
-        return name | _placed(pipeline, {"at": poll.at, **poll.slot.as_dict(), "applied_lsn": applied})
+        seen = {"at": poll.at, **poll.slot.as_dict(), "applied_lsn": applied}
+        return name | _placed(pipeline, seen) | {"trouble": trouble}
     return name | _placed(pipeline, reported) if reported else None
+
+
+def _trouble(pipeline: Pipeline, slot: SlotState | None) -> Mapping[str, str] | None:
+    """Return why a slot cannot continue the copy; one that a finished copy has removed is none."""
+    name = pipeline.source.slot
+    if slot is None and pipeline.snapshot.mode != "only":
+        what = f"the source has no replication slot {name}"
+    elif slot is not None and slot.lost:
+        what = f"the source has removed log that the replication slot {name} needs"
+    else:
+        return None
+    return GateClosed(
+        what,
+        "If the pipeline is to go on, run `airflow-cdc resnapshot --all`: it makes the slot again and reads all tables"
+        " again.",
+    ).as_dict()
 
 
 def _placed(pipeline: Pipeline, slot: Mapping[str, Any]) -> Values:
@@ -213,40 +272,3 @@ def _snapshot(alive: Sequence[Heartbeat]) -> Values | None:
         **{key: sum(part[key] for part in parts) for key in ("chunks", "finished", "rows", "rows_per_second")},
         "eta": max(etas, default=None),
     }
-
-
-def _tables(report: Report) -> list[Values]:
-    """The chunks of each table, as a grid of a bounded number of cells."""
-    if report.ledger is None:
-        return []
-    chunks = {(chunk["table"], chunk["index"]): chunk for chunk in report.ledger["chunks"]}
-    planned = {place: (chunk["finished"], chunk["rows"]) for place, chunk in chunks.items()}
-    beats = [beat for beat in report.beats if beat.epoch >= report.ledger["epoch"]]
-    return [
-        {key: grid[key] for key in ("table", "chunks", "finished", "rows")} | {"cells": _cells(grid, chunks)}
-        for grid in chunk_grid(planned, beats)
-    ]
-
-
-def _cells(grid: Values, chunks: Mapping[Place, Mapping[str, Any]]) -> list[Values]:
-    """A cell for each chunk, or for several in a row: the part of them that is ``done``, and whether one is running."""
-    table = grid["table"]
-    finished, running = (
-        places([table, *each] for each in grid[name]) for name in ("finished_chunks", "running_chunks")
-    )
-    found = [place for place in chunks if place[0] == table]
-    width = math.ceil(len(found) / CELLS)
-    groups = [found[i : i + width] for i in range(0, len(found), width)]
-    return [
-        {
-            "title": _title([chunks[place] for place in group]),
-            "done": round(len(finished.intersection(group)) / len(group), 3),
-            "running": bool(running.intersection(group)),
-        }
-        for group in groups
-    ]
-
-
-def _title(group: Sequence[Mapping[str, Any]]) -> str:
-    first, last = Chunk.from_dict(group[0]), Chunk.from_dict(group[-1])
-    return first.title if len(group) == 1 else f"{first.table}[{first.index} .. {last.index}]"

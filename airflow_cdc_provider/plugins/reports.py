@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from airflow_cdc_provider.engine.attention import starting, trouble_in_state
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import CdcError, StateUnwritable
 from airflow_cdc_provider.engine.history import Entries, read_history
 from airflow_cdc_provider.engine.run import last_error
 from airflow_cdc_provider.engine.state import Heartbeat, State, read_heartbeats
+from airflow_cdc_provider.plugins.ledgers import Ledger, Ledgers
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 
 KEPT_SECONDS = 4.0
@@ -29,29 +31,35 @@ _SOLUTION = "Give the API server what the state location needs: access, and for 
 class Report:
     """What stands in a pipeline's state.
 
-    :param ledger: chunks with their tables; read for the page of one pipeline only.
+    :param error: what has ended the last run, or a command since.
+    :param starting: whether a job has been submitted that has not sent a heartbeat yet.
+    :param ledger: tables with their chunks; read for the page of one pipeline only.
     :param unreadable: why nothing else is known.
     """
 
     beats: tuple[Heartbeat, ...] = ()
     error: Mapping[str, Any] | None = None
     history: Entries | None = None
-    ledger: Mapping[str, Any] | None = None
+    ledger: Ledger | None = None
+    starting: bool = False
     unreadable: CdcError | None = None
 
 
-def read_report(pipeline: Pipeline, whole: bool = False) -> Report:
+def read_report(pipeline: Pipeline, ledgers: Ledgers | None = None) -> Report:
     """Read a pipeline's state.
 
-    :param whole: with the ledger, which has an entry for each chunk.
+    :param ledgers: to have its ledger, too, which has an entry for each chunk.
     """
     try:
         with reading(pipeline) as state:
+            beats = tuple(read_heartbeats(state))
+            alive = any(beat.alive for beat in beats)
             return Report(
-                tuple(read_heartbeats(state)),
-                last_error(state),
+                beats,
+                last_error(state) if alive else trouble_in_state(state, beats),
                 read_history(state),
-                state.read("ledger.json") if whole else None,
+                ledgers.of(state) if ledgers is not None else None,
+                not alive and bool(starting(state, beats)),
             )
     except CdcError as e:
         return Report(unreadable=e)

@@ -52,6 +52,12 @@ class SparkJob:
         return self.beat is not None and self.beat.alive
 
     @property
+    def vouched(self) -> bool:
+        """Whether its web UI is on the host that its submission names, and not only where the job says."""
+        host = urlsplit((self.beat and self.beat.ui) or "").hostname
+        return host is not None and self.submission is not None and host in self.submission.hosts
+
+    @property
     def begins(self) -> bool:
         """Whether it has no Spark application yet."""
         waits = self.beat is None and self.submission is not None and self.submission.ended_at is None
@@ -73,7 +79,7 @@ def address_of(job: SparkJob, history_server: str) -> str | None:
 
     :param history_server: its address; empty for none.
     """
-    if job.alive and job.beat is not None and _is_web(job.beat.ui):
+    if job.alive and job.beat is not None and _is_web(job.beat.ui) and job.vouched:
         return job.beat.ui
     if job.application is not None and _is_web(history_server):
         return f"{history_server.rstrip('/')}/history/{job.application}/"
@@ -89,6 +95,12 @@ def explain(job: SparkJob) -> tuple[str, str]:
             "It is not known which Spark application this job was.",
             "Either it ended before it had begun one, or it ended so long ago that the pipeline's state has forgotten"
             " it. What it has printed stands in the log of the task.",
+        )
+    if job.alive and job.beat is not None and _is_web(job.beat.ui):
+        return (
+            f"The Spark application {job.application} says that its UI is at {job.beat.ui}.",
+            "Nobody has vouched for that address: the job's submission names no such host, as for a driver that a"
+            " cluster runs. Open it if you know it.",
         )
     if job.alive:
         return (

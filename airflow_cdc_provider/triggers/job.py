@@ -115,7 +115,8 @@ class Watch:
         """Look once.
 
         :returns: what there is to tell when the waiting is over: ``status``, and of the submission ``id``, ``part``,
-            ``result``, ``error``, ``log``, ``keeper`` and ``application``.
+            ``result``, ``error``, ``log``, ``keeper`` and ``application``; of one that has ended, too, whether it has
+            ``progressed``, and the ``deadline``.
         """
         late = self._late_for()
         try:
@@ -127,16 +128,17 @@ class Watch:
             if late is not None and late > STOP_SECONDS:
                 return _event(TIMEOUT, Submission(self._id, "", "", [], 0.0))
             if time.monotonic() - self._read_at > PATIENCE_SECONDS:
-                return _broken(self._id, e)
+                return _broken(self._id, e) | {"deadline": self._deadline}
             self._tell(f"The state cannot be read at the moment: {e.message}")
             return None
         except CdcError as e:
-            return _broken(self._id, e)
+            return _broken(self._id, e) | {"deadline": self._deadline}
         self._read_at = time.monotonic()
         if late is not None and (Asker.AIRFLOW in asked if ended else late > STOP_SECONDS):
             return _event(TIMEOUT, sight.submission)
         if ended:
-            return _event(sight.submission.status(asked), sight.submission)
+            told = {"progressed": bool(sight.progress.get("progressed")), "deadline": self._deadline}
+            return _event(sight.submission.status(asked), sight.submission) | told
         self._tell(f"{sight.submission.part}: {progress_line(sight.progress)}")
         if time.monotonic() - self._reported_at >= METRICS_SECONDS:
             self._reported_at = time.monotonic()

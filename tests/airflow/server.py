@@ -144,6 +144,10 @@ class AirflowUnderTest:
             HOME_VARIABLE: str(self.directory / "airflow"),
             "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"postgresql+psycopg2:{address}",
             "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN_ASYNC": f"postgresql+psycopg:{address}",
+            # Airflow's own sessions with its metadata do not bear what the tests' environment says to libpq.
+            "PGCLIENTENCODING": "UTF8",
+            "PGDATESTYLE": "ISO, MDY",
+            "PGOPTIONS": "",
             "AIRFLOW__CORE__PARALLELISM": "8",
             "AIRFLOW__CORE__TEST_CONNECTION": "Enabled",
             "AIRFLOW__AIRFLOW_CDC__PIPELINES": str(self.pipelines),

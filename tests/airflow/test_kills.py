@@ -220,6 +220,7 @@ def change(pipeline: PipelineUnderTest, word: str) -> int:
     return pipeline.marker()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jobs", [("kills_deferred", 2)], indirect=True, ids=str)
 def test_jobs_of_deferred_tasks(
     pipeline: PipelineUnderTest, jobs: Jobs, airflow: AirflowUnderTest, client: Client

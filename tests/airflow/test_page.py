@@ -109,8 +109,10 @@ def test_nothing_yet(browser: Browser, client: Client) -> None:
             page.get_by_text("No pipelines yet").wait_for()
             assert_fits(page)
     with browser.look("dags/cdc_pipeline/plugin/cdc-pipelines") as page:
-        page.get_by_text("No pipeline belongs to this Dag").wait_for()
+        page.get_by_text("This Dag runs no pipeline.").wait_for()
         page.get_by_role("link", name="CDC", exact=True).wait_for()
+        page.get_by_role("link", name="All pipelines").click()
+        page.get_by_text("No pipelines yet").wait_for()
     with browser.look("") as page:
         page.get_by_text("Browse").click()
         page.get_by_role("menuitem", name="CDC").click()
@@ -154,6 +156,7 @@ def test_one_pipeline_is_shown_and_stopped_and_resumed(
     assert len(client.runs("cdc_shop")) == 1
 
 
+@pytest.mark.thorough
 def test_two_hundred_pipelines(airflow: AirflowUnderTest, browser: Browser, shop: PipelineUnderTest) -> None:
     shop.apply()
     document = yaml.safe_load((airflow.pipelines / "shop.yaml").read_text())

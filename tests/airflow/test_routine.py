@@ -98,8 +98,7 @@ class Runs:
 
     def finish(self) -> list[dict[str, Any]]:
         """Wait until all have succeeded; what their streams have done, which their assets tell, too."""
-        assert await_condition(self._over, SECONDS, 0.5), self._states()
-        self._client.pause(INCREMENTAL)
+        self._end()
         results = []
         events = self._events()
         for run in self._states():
@@ -113,6 +112,15 @@ class Runs:
             assert await_condition(lambda told=told: all(each in self._reported() for each in told), SECONDS, 0.5)
             results.append(result)
         return results
+
+    def _end(self) -> None:
+        """Pause the schedule when no run is under way: what it has just begun would stand still."""
+        while True:
+            assert await_condition(self._over, SECONDS, 0.5), self._states()
+            self._client.pause(INCREMENTAL)
+            if self._over():
+                return
+            self._client.pause(INCREMENTAL, False)
 
     def _states(self) -> dict[str, str]:
         return self._client.runs(INCREMENTAL)

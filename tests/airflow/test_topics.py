@@ -46,6 +46,7 @@ def pipeline(
         yield pipeline
 
 
+@pytest.mark.thorough
 def test_topics_are_read_and_compared_and_shown(
     airflow: AirflowUnderTest, client: Client, browser: Browser, pipeline: TopicsPipeline
 ) -> None:

@@ -75,7 +75,7 @@ def test_a_stream_that_works_drops_its_slot_at_a_heartbeat(pair: Pair, make: Cal
     assert "stream.max_retained_wal is 2.0 MiB" in outcome.json["error"]["message"]
     assert not has_slot(pair, pipeline)
     status = commands.status(pipeline.pipeline)
-    assert (status["state"], status["last_error"]["kind"]) == ("failed", "SlotBudgetExceeded")
+    assert (status["state"], status["last_error"]["kind"]) == ("needs attention", "SlotBudgetExceeded")
 
 
 def beyond_the_budget(pipeline: PipelineUnderTest, before: Callable[[], None]) -> CdcError:

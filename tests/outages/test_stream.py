@@ -197,6 +197,7 @@ def test_the_stream_survives(
     assert_equal(pipeline)
 
 
+@pytest.mark.thorough
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_the_command_goes_on(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:

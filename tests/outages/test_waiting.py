@@ -101,7 +101,7 @@ def test_attempts_that_are_used_up(pair: Pair, make: Callable[..., PipelineUnder
     assert isinstance(stream.failure, ConnectionFailed)
     assert stream.attempts == 1  # the two others did not get beyond the record
     pair.target.start()
-    assert commands.status(pipeline.pipeline)["state"] == "failed"
+    assert commands.status(pipeline.pipeline)["state"] == "needs attention"
 
 
 def test_a_failure_rate_that_is_not_reached(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:

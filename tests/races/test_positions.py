@@ -110,7 +110,7 @@ def test_a_lost_slot_on_the_command_line(make_pipeline: Make) -> None:
         refused = pipeline.json(command, code=3)["error"]
         assert refused["kind"] == "GateClosed"
         assert "resnapshot --all" in refused["solution"]
-    assert pipeline.json("status")["slot"] is None
+    assert pipeline.json("status", code=1)["slot"] is None
     assert pipeline.json("verify", code=4)["equal"] is False
     assert pipeline.json("resnapshot", "--all")["rows"] == 19
     pipeline.source("INSERT INTO public.t VALUES (3, 'back', NULL)")

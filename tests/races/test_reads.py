@@ -9,7 +9,7 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import StagingLost, StreamFailed
+from airflow_cdc_provider.engine.errors import MissingPrivilege, StagingLost
 from airflow_cdc_provider.engine.reading import SnapshotReader
 from airflow_cdc_provider.engine.sinks.postgres import sink as postgres
 from airflow_cdc_provider.engine.snapshot import copy_chunk
@@ -144,7 +144,7 @@ def test_rows_that_are_hidden_from_the_reader(make_pipeline: Make) -> None:
             "CREATE POLICY even ON public.t USING (id % 2 = 0)",
         )
         failed = copy_chunk_of(pipeline.pipeline, pipeline.chunk(1).chunk)
-        assert isinstance(failed, StreamFailed)
+        assert isinstance(failed, MissingPrivilege)
         assert "row-level security" in failed.message
         assert pipeline.chunk(1).watermark is None
         pipeline.source("ALTER TABLE public.t DISABLE ROW LEVEL SECURITY")

@@ -18,6 +18,7 @@ Properties: TypeAlias = tuple[tuple[str, str], ...]
 
 _SECRET = re.compile(r"password|passphrase|secret|\.pem$|token|jaas", re.IGNORECASE)
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:/@\[\]]+)(:\d{1,5})?")
+_REGISTRY_LOGINS = frozenset({"basic.auth.user.info", "bearer.auth.token"})
 # Of Kafka's provider of Airflow, for other uses of the connection.
 _NOT_OURS = ("group.id", "topics")
 
@@ -25,18 +26,39 @@ _NOT_OURS = ("group.id", "topics")
 def brokers_of(section: Section, reserved: Sequence[str]) -> tuple[str, Properties]:
     """Take ``brokers`` or ``conn_id``, and ``properties``, from a section: the addresses, and a client's properties.
 
-    :param reserved: names of properties that the engine sets itself.
+    :param reserved: names of properties that the engine sets itself. A connection, which others use too, may have them.
     :raises ConfigError: naming the key's path and what would be right; values, which may be secrets, are not shown.
     """
     found = section.connection("brokers", "Kafka", address_of)
     brokers, connected = found or (section.take("brokers", as_brokers, "", secret=True), ())
-    given = {**dict(connected), **dict(section.texts("properties", secret=True))}
+    own = dict(section.texts("properties", secret=True))
+    if taken := sorted(own.keys() & set(reserved)):
+        raise ConfigError(
+            f"{section.path}.properties: {', '.join(taken)} cannot be set, as the engine decides about it",
+            f"Remove it. The brokers' addresses belong into `{section.path}.brokers`, and how long a sink's transaction"
+            " may take into `sink.transaction_timeout`. What has been read and written stands in the sink's commit"
+            " record, not with a group; and only what is committed is read.",
+        )
+    given = {**dict(connected), **own}
     return brokers, tuple((name, value) for name, value in given.items() if name not in reserved)
 
 
 def secrets_of(properties: Properties) -> tuple[str, ...]:
     """The values of properties that no log may show."""
     return tuple(value for name, value in properties if value and (_SECRET.search(name) or name.endswith("user.info")))
+
+
+def readable_logins(properties: Properties, registry: str | None, registry_properties: Properties) -> list[str]:
+    """Return for which servers a login would cross the network unencrypted, as phrases for a message."""
+    given = dict(properties)
+    mechanism = given.get("sasl.mechanism", given.get("sasl.mechanisms", "")).upper()
+    found = []
+    if mechanism == "PLAIN" and given.get("security.protocol", "").upper() == "SASL_PLAINTEXT":
+        found.append("the brokers (security.protocol is SASL_PLAINTEXT)")
+    if _REGISTRY_LOGINS & dict(registry_properties).keys():
+        urls = [url.strip() for url in (registry or "").split(",")]
+        found += [f"the schema registry {url}" for url in urls if url.lower().startswith("http://")]
+    return found
 
 
 def as_brokers(value: object) -> str:
@@ -106,6 +128,8 @@ def java_properties(properties: Properties) -> Mapping[str, str]:
         login = {"username": given["sasl.username"], "password": given.get("sasl.password", "")}
         options = " ".join(f'{name}="{_escaped(value)}"' for name, value in login.items())
         found["sasl.jaas.config"] = f"org.apache.kafka.common.security.{module} required {options};"
+    if "message.max.bytes" in given:
+        found["max.request.size"] = given["message.max.bytes"]
     for name, (java, beside) in _CERTIFICATES.items():
         if name in given:
             found |= {java: given[name], **beside}
@@ -124,7 +148,7 @@ _CERTIFICATES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """What librdkafka knows as PEM, or PKCS#12 for a keystore, as Java knows it, and what has to be said with it."""
 _FILES = ("ssl.key.location", "ssl.certificate.location", "ssl.certificate.and.key.location")
-_LIBRDKAFKA = ("sasl.mechanisms", "sasl.username", "sasl.password", *_CERTIFICATES)
+_LIBRDKAFKA = ("sasl.mechanisms", "sasl.username", "sasl.password", "message.max.bytes", *_CERTIFICATES)
 
 
 def require_for_java(properties: Properties) -> None:

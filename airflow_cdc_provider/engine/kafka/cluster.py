@@ -222,6 +222,10 @@ class Cluster:
         """The offsets of the first messages that are there, of whole topics."""
         return self._offsets([(topic.name, n) for topic in topics for n in topic.beginning], OffsetSpec.earliest())
 
+    def written_ends(self, topics: Collection[Topic]) -> dict[str, dict[int, int]]:
+        """The offsets after the last messages, those of open transactions among them, of whole topics."""
+        return self._offsets([(topic.name, n) for topic in topics for n in topic.beginning], OffsetSpec.latest())
+
     def committed_ends(self, topics: Collection[Topic]) -> dict[str, dict[int, int]]:
         """The offsets before the first messages of open transactions, or else after the last ones, of whole topics."""
         wanted = [(topic.name, n) for topic in topics for n in topic.beginning]
@@ -322,11 +326,18 @@ class Cluster:
         with self.failing("a consumer cannot be made"):
             return Consumer(conf)
 
-    def read(self, topic: Topic, starts: Mapping[int, int], committed: bool = True) -> Iterator[list[Received]]:
+    def read(
+        self,
+        topic: Topic,
+        starts: Mapping[int, int],
+        committed: bool = True,
+        ends: Mapping[int, int] | None = None,
+    ) -> Iterator[list[Received]]:
         """The messages of a topic up to its end, or the first open transaction, as they come.
 
         :param starts: by partition the offset to begin at; one before the first message that is there means that.
         :param committed: see :meth:`lent`.
+        :param ends: by partition the offset before which to end; some messages behind it may come, too.
         """
         firsts = self.first(topic.name, list(starts))
         with self.lent(topic, committed) as consumer:
@@ -334,12 +345,13 @@ class Cluster:
             consumer.assign([TopicPartition(topic.name, partition, start) for partition, start in left.items()])
             heard = time.monotonic()
             while left:
-                found, ends = received(consumer, 1.0)
+                found, reached = received(consumer, 1.0)
                 if found:
                     yield found
-                for partition in ends:
+                passed = {each.partition for each in found if ends and each.offset + 1 >= ends[each.partition]}
+                for partition in {*reached, *passed}:
                     left.pop(partition, None)
-                if found or ends:
+                if found or reached:
                     heard = time.monotonic()
                 elif time.monotonic() - heard > _PATIENCE:
                     raise self.unreachable(f"nothing came of topic {topic.name} for {_PATIENCE:.0f} seconds")

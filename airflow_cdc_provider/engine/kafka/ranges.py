@@ -31,15 +31,19 @@ class MessageRange:
         return asdict(self)
 
 
-def ranges_of(cluster: Cluster, topic: Topic, starts: Mapping[int, int]) -> list[MessageRange]:
-    """Read a topic up to its end, or the first open transaction.
+def ranges_of(
+    cluster: Cluster, topic: Topic, starts: Mapping[int, int], ends: Mapping[int, int] | None = None
+) -> list[MessageRange]:
+    """Read a topic.
 
     :param starts: by partition the offset to begin at; one before the first message that is there means that.
+    :param ends: by partition the offset before which to end; the topic's end, or its first open transaction, if
+        nothing is given.
     """
     firsts = cluster.first(topic.name, list(starts))
-    ends = cluster.committed_ends([topic])[topic.name]
+    ends = cluster.committed_ends([topic])[topic.name] if ends is None else ends
     messages, keys = Counter[int](), Counter[int]()
-    for received in cluster.read(topic, starts):
+    for received in cluster.read(topic, starts, ends=ends):
         for message in received:
             if message.offset < ends[message.partition]:
                 messages[message.partition] += 1

@@ -226,6 +226,17 @@ class Eager(Protocol):
         """
 
 
+@runtime_checkable
+class Rehearsing(Protocol):
+    """A sink that can tell whether it would commit what has been staged."""
+
+    def rehearse(self, epoch: int, pieces: Sequence[StagedPiece]) -> None:
+        """Apply pieces as :meth:`Sink.commit` would, and take it back; what was staged stays.
+
+        :raises CdcError: as :meth:`Sink.commit`.
+        """
+
+
 class CommitRecord(Protocol):
     """Who keeps the commit record of a pipeline."""
 

@@ -39,7 +39,7 @@ def sink_settings(name: str) -> type[SinkSettings]:
         return cast("type[SinkSettings]", getattr(module, _OURS[name]))
     found = _others().get(name)
     if found is None:
-        raise ConfigError(f"sink.type: {name!r} is not valid", f"Give one of {', '.join(sink_types())}.")
+        raise ConfigError("sink.type: a text is not valid", f"Give one of {', '.join(sink_types())}.")
     try:
         return cast("type[SinkSettings]", found.load())
     except (ImportError, AttributeError) as e:

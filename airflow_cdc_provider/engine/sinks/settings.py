@@ -91,6 +91,14 @@ class SparkBound(Protocol):
 
 
 @runtime_checkable
+class Naming(Protocol):
+    """Settings of a sink whose rows say which database they come from."""
+
+    def with_database(self, name: str) -> SinkSettings:
+        """Return the settings with the name of the source's database, unless they have another one for it."""
+
+
+@runtime_checkable
 class Maintained(Protocol):
     """Settings of a sink whose store has to be tidied now and then, since units leave many small files in it."""
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError, StateUnwritable, StreamFailed
+from airflow_cdc_provider.engine.private import make_folder
+from airflow_cdc_provider.engine.state import SPARKS
 from airflow_cdc_provider.engine.topics.position import Found, Position
 from airflow_cdc_provider.engine.topics.settings import Offsets
 
 _VERSION = "v1"
-_SPARKS = re.compile(r"metadata|offsets|commits|sources|state|[.]metadata[.].*")
-"""What Spark makes in a checkpoint; the last for sums of the file and for what it has not renamed yet."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class Checkpoint:
         assert pipeline.topics is not None
         own = pipeline.topics.checkpoint
         return cls(f"{own}/{pipeline.name}" if own else f"{pipeline.state.rstrip('/')}/checkpoint")
+
+    def prepare(self) -> None:
+        """Make a folder on this machine before Spark does, which would let everybody read it."""
+        system, path = self._place()
+        if isinstance(system, LocalFileSystem):
+            try:
+                make_folder(Path(path), Path(path).parent)
+            except OSError as e:
+                raise self._unusable("made", "", e) from e
 
     def id(self) -> str | None:
         """What Spark has named the query; ``None`` where there is no checkpoint."""
@@ -79,7 +89,7 @@ class Checkpoint:
 
         :raises ConfigError: naming it.
         """
-        strange = [name for name in sorted(self._names("")) if not _SPARKS.fullmatch(name)]
+        strange = [name for name in sorted(self._names("")) if not SPARKS.fullmatch(name)]
         if strange:
             raise ConfigError(
                 f"the checkpoint {self.url} is to be a folder of its own, and holds {strange[0]}",
@@ -90,7 +100,7 @@ class Checkpoint:
         """Remove it, if it is there: what Spark writes, and the folder if it holds nothing else."""
         system, path = self._place()
         try:
-            for name in filter(_SPARKS.fullmatch, self._names("")):
+            for name in filter(SPARKS.fullmatch, self._names("")):
                 system.rm(f"{path}/{name}", recursive=True)
             if system.exists(path) and not self._names(""):
                 system.rmdir(path)

@@ -64,6 +64,13 @@ class Topics:
         """
         return _as_offsets(self.cluster.committed_ends(self.named() if topics is None else topics))
 
+    def written_ends(self, topics: Collection[Topic] | None = None) -> Offsets:
+        """The offsets behind the last messages, those of open transactions and what stands behind them included.
+
+        :param topics: all that the source names, by default.
+        """
+        return _as_offsets(self.cluster.written_ends(self.named() if topics is None else topics))
+
 
 def _as_offsets(found: Mapping[str, Mapping[int, int]]) -> Offsets:
     return {topic: {str(n): offset for n, offset in partitions.items()} for topic, partitions in found.items()}

@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.topics.settings import Offsets
 def pass_gate(topics: Topics, position: Position) -> Offsets:
     """Check that the topics still have what comes after the record's offsets.
 
-    :returns: the ends of all topics that are read by now.
+    :returns: the ends of all topics that are read by now, open transactions and what stands behind them included.
     :raises GateClosed: naming what differs and the repair.
     :raises ConfigError: when the pipeline file leaves out topics that have been read.
     """
@@ -26,16 +26,24 @@ def pass_gate(topics: Topics, position: Position) -> Offsets:
             " leave them out in source.sql by _topic.",
         )
     known = topics.described(position.topics.keys())
-    ends = topics.ends(known)
+    ends = topics.written_ends(known)
     position.require_source(topics.cluster.id(), known, topics.beginnings(known), ends)
     return ends
 
 
-def lag_of(pipeline: Pipeline, record: Record | None) -> int | None:
-    """How many messages the topics have that have not been read; ``None`` before there is a record.
+def lag_of(pipeline: Pipeline, record: Record | None) -> dict[str, int | None]:
+    """Return how far a pipeline is behind its topics, for ``status``; ``None`` before there is a record.
 
+    :returns: ``lag_messages``, those that have not been read; and ``held_messages``, how many of them cannot be read
+        yet, as they belong to a transaction that a producer has left open, or stand behind one.
     :raises ConnectionFailed: when the cluster cannot be reached.
     """
     assert pipeline.topics is not None
-    ends = Topics(pipeline.topics).ends()
-    return None if record is None else behind(Position.of(record).offsets, ends)
+    topics = Topics(pipeline.topics)
+    named = topics.named()
+    readable, written = topics.ends(named), topics.written_ends(named)
+    if record is None:
+        return {"lag_messages": None, "held_messages": None}
+    offsets = Position.of(record).offsets
+    lag = behind(offsets, written)
+    return {"lag_messages": lag, "held_messages": lag - behind(offsets, readable)}

@@ -11,13 +11,19 @@ batch has one number only, and none but the named checkpoint is ever gone on wit
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.kafka.cluster import Topic
 from airflow_cdc_provider.engine.sinks.base import Record
 from airflow_cdc_provider.engine.topics.settings import Offsets
+from airflow_cdc_provider.engine.topics.skips import Skip, skips_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 REPAIR = (
     "Run `airflow-cdc drop`, empty or drop the target tables, then `airflow-cdc run`: it begins again from the first"
@@ -36,6 +42,9 @@ class Position:
     :param stateful: the query keeps state from one batch to the next.
     :param checkpoint: the id of Spark's checkpoint; ``None`` before the first unit.
     :param base: the number of the last unit before the checkpoint's first batch.
+    :param skipped: messages that are passed over.
+    :param truncates: offsets of truncates that the next unit begins with, in their order.
+    :param truncated: offsets up to which a truncate has been applied.
     """
 
     applied: int
@@ -47,6 +56,9 @@ class Position:
     stateful: bool
     checkpoint: str | None
     base: int
+    skipped: tuple[Skip, ...] = ()
+    truncates: tuple[Offsets, ...] = ()
+    truncated: Offsets = field(default_factory=dict)
 
     @classmethod
     def of(cls, record: Record) -> Position:
@@ -70,7 +82,15 @@ class Position:
             identity["stateful"],
             identity["checkpoint"],
             identity["base"],
+            skips_of(identity),
+            tuple(identity.get("truncates", ())),
+            identity.get("truncated", {}),
         )
+
+    @property
+    def floors(self) -> Offsets:
+        """The offsets up to which messages are of before a truncate."""
+        return self.truncates[-1] if self.truncates else self.truncated
 
     def to_identity(self) -> dict[str, Any]:
         """The record's ``identity``, but for what is of the sink."""
@@ -175,3 +195,31 @@ def goes_on(positions: Collection[Position], found: Found, place: str) -> bool:
 def foremost(positions: Collection[Position]) -> Position:
     """Of a pipeline's sinks the one that has most: those that lack its last unit may not know the checkpoint yet."""
     return max(positions, key=lambda position: position.applied)
+
+
+def with_truncates(offsets: Offsets, floors: Offsets) -> Offsets:
+    """Return how far messages have been looked at once a unit ends: up to a truncate, also where that stands behind it.
+
+    :param offsets: at which the unit ends.
+    :param floors: see :attr:`Position.floors`.
+    """
+    reached = {topic: dict(found) for topic, found in offsets.items()}
+    for topic, found in floors.items():
+        there = reached.setdefault(topic, {})
+        there.update({p: max(there.get(p, 0), offset) for p, offset in found.items()})
+    return reached
+
+
+def behind_truncates(raw: DataFrame, floors: Offsets) -> DataFrame:
+    """Leave out of what is read of topics what a truncate has taken, and the truncate itself.
+
+    :param floors: see :attr:`Position.floors`.
+    """
+    from pyspark.sql import functions as f
+
+    taken = [
+        (f.col("topic") == topic) & (f.col("partition") == int(p)) & (f.col("offset") <= offset)
+        for topic, partitions in floors.items()
+        for p, offset in partitions.items()
+    ]
+    return raw.filter(~reduce(or_, taken)) if taken else raw

@@ -7,15 +7,26 @@ breaks off begins there again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError, MissingPrivilege, SinkIsSource
 from airflow_cdc_provider.engine.findings import Checks, Finding, require
+from airflow_cdc_provider.engine.kafka.addresses import readable_logins
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.ledger import forget_ledger, read_ledger, write_ledger
-from airflow_cdc_provider.engine.preflight import check_beside_source, preflight, target_name
+from airflow_cdc_provider.engine.location import clear, refuse_others
+from airflow_cdc_provider.engine.preflight import (
+    changelog_names,
+    check_beside_source,
+    check_continuation,
+    preflight,
+    require_mode,
+    target_name,
+)
 from airflow_cdc_provider.engine.run import (
     commit_record_of,
     existing_record,
@@ -35,9 +46,23 @@ from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.topics.avro import READ_SCHEMAS
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics
+from airflow_cdc_provider.engine.topics.difference import text_difference
+from airflow_cdc_provider.engine.topics.failures import fitting
 from airflow_cdc_provider.engine.topics.gate import pass_gate
 from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.settings import TopicSource
+from airflow_cdc_provider.engine.topics.skips import Skip, noted
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from airflow_cdc_provider.engine.topics.query import Shape
+
+# What sinks are asked beside their tables; of which :func:`check` has told.
+_WITHOUT_TABLE = (
+    *("sink", "sink functions", "sink server", "sink durability", "sink loading", "codec", "commit record"),
+    *("transaction timeout", "transactions", "schema registry", "encryption"),
+)
 
 
 def check(pipeline: Pipeline) -> list[Finding]:
@@ -45,6 +70,7 @@ def check(pipeline: Pipeline) -> list[Finding]:
     checks, source = Checks(), _source(pipeline)
     topics = Topics(source)
     named = checks.run("source", topics.cluster.id, lambda id_: f"source {source.brokers} is reachable, cluster {id_}.")
+    checks.warn_of_readable("source", readable_logins(source.properties, source.registry, source.registry_properties))
     if named is not None:
         checks.run("topics", topics.named, lambda found: f"Topics that are read: {len(found)}.")
         if source.dead_letters:
@@ -53,8 +79,37 @@ def check(pipeline: Pipeline) -> list[Finding]:
     if source.registry:
         checks.run("schema registry", lambda: _registry(Registry(source.registry, source.registry_properties)))
     checks.run("checkpoint", lambda: _checkpoint(pipeline))
-    check_beside_source(checks, pipeline, None, None)
+    records = check_beside_source(checks, pipeline, None, None)
+    if named is not None:
+        check_continuation(checks, pipeline, None, records)
     return checks.findings
+
+
+def check_query(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
+    """Check what a pipeline's query returns, and whether the sinks can have a table of it; changes nothing."""
+    from airflow_cdc_provider.engine.topics.query import shape_of
+
+    checks = Checks()
+
+    def described(found: Shape) -> str:
+        kept = "state" if found.stateful else "no state"
+        return f"The query returns {len(found.table.columns)} columns, and keeps {kept}."
+
+    shape = checks.run("query", lambda: shape_of(spark, pipeline), described)
+    return checks.findings + (_check_table(pipeline, shape.table) if shape is not None else [])
+
+
+def _check_table(pipeline: Pipeline, table: Table) -> list[Finding]:
+    """Check whether the sinks can have a table; without what has been checked of them before there was one."""
+    checks = Checks()
+    for branch in pipeline.branches:
+        checks.run("names", partial(changelog_names, branch, [table]))
+        branch.sink.check(checks, None, branch, [table])
+    return [
+        finding if finding.error is None else replace(finding, error=fitting(finding.error))
+        for finding in checks.findings
+        if finding.check not in _WITHOUT_TABLE or not finding.ok
+    ]
 
 
 def provision(pipeline: Pipeline, takeover: bool) -> Record:
@@ -64,6 +119,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
         before one that refuses.
     """
     state = State(pipeline.state)
+    refuse_others(state, pipeline.name)
     for branch in pipeline.branches:
         if read_ledger(branch, state) is not None:
             existing_record(branch)  # there has been one
@@ -77,6 +133,8 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
     if new:
         _begin(pipeline, new, record)
     epoch = take_epoch(pipeline, state, takeover)
+    for branch in pipeline.branches:
+        _note_epochs(branch, epoch, _meaning(pipeline))
     record = existing_record(pipeline)
     require_epoch(record, epoch)
     write_ledger(pipeline, state, record)
@@ -99,6 +157,7 @@ def _begin(pipeline: Pipeline, new: Sequence[Pipeline], record: Record | None) -
             "Fill it by a pipeline of another name.",
         )
     table, stateful = _look_at_query(pipeline)
+    require(_check_table(pipeline, table))
     identity = _first_position(pipeline, stateful) if record is None else _without_mode(record.identity)
     for branch in new:
         target = Target(table, *target_name(branch, table))
@@ -141,11 +200,7 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
     :raises ConfigError: naming the key.
     """
     position = Position.of(record)
-    if record.identity["mode"] != branch.sink.mode:
-        raise ConfigError(
-            f"sink.mode: {branch.sink.mode!r}, but the pipeline has been provisioned as {record.identity['mode']!r}",
-            "Put the mode back, or use another pipeline name for the other mode.",
-        )
+    require_mode(branch, record.identity)
     for target in record.targets:
         if (target.schema, target.name) != target_name(branch, target.table):
             raise ConfigError(
@@ -154,14 +209,58 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
                 "Put the schema back, or use another pipeline name for the other schema.",
             )
     fixed = meaning.keys() if position.stateful else ("table", "key")
+    recorded = _with_epochs(position.query, meaning)
     for name in fixed:
-        if meaning[name] != position.query[name]:
+        if meaning[name] != recorded.get(name):
             raise ConfigError(
-                f"source.{name}: {meaning[name]!r}, but the pipeline has been provisioned with"
-                f" {position.query[name]!r}",
+                f"source.{name} is not what the pipeline has been provisioned with:\n"
+                f"{text_difference(recorded.get(name), meaning[name])}",
                 "Put it back, or use another pipeline name. A query that keeps state cannot be changed: what it has"
                 " added up is of the query of before.",
             )
+
+
+def _with_epochs(recorded: Mapping[str, Any], meaning: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recorded query with the units of epochs that it lacks: until then such numbers were of no row."""
+    if "epochs" not in meaning:
+        return recorded
+    return {**recorded, "epochs": {**meaning["epochs"], **recorded.get("epochs", {})}}
+
+
+def _note_epochs(branch: Pipeline, epoch: int, meaning: Mapping[str, Any]) -> None:
+    """Record units of epochs that the file of a query with state has gained: from here on they are in what it keeps."""
+    position = Position.of(existing_record(branch))
+    query = _with_epochs(position.query, meaning)
+    if position.stateful and query != position.query:
+        sink_of(branch).note_source(epoch, {"query": query})
+
+
+def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
+    """Note messages in the sinks' records that are passed over from here on.
+
+    :raises ConfigError: when one is of no topic that is read, has been read, or is not there yet.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
+    """
+    positions = [Position.of(existing_record(branch)) for branch in pipeline.branches]
+    ends = Topics(_source(pipeline)).written_ends()
+    read = max(positions, key=lambda position: position.applied).offsets
+    for each in skips:
+        p = str(each.partition)
+        begin, end = read.get(each.topic, {}).get(p, 0), ends.get(each.topic, {}).get(p, 0)
+        if not begin <= each.first <= each.last < end:
+            there = f"offsets {begin} to {end - 1} of its partition" if begin < end else "none of its partition"
+            raise ConfigError(
+                f"{each.place} cannot be passed over: {there} have not been read",
+                "Give topic, partition and offset as the error names them. What has been read is in the sinks.",
+            )
+    known = {skip for position in positions for skip in position.skipped}
+    state = State(pipeline.state)
+    epoch = take_epoch(pipeline, state, takeover)
+    for branch in pipeline.branches:
+        sink_of(branch).note_source(epoch, noted({*known, *skips}))
+    record = existing_record(pipeline)
+    write_ledger(pipeline, state, record)
+    return record
 
 
 def _registry(registry: Registry) -> str:
@@ -211,12 +310,13 @@ def remove(pipeline: Pipeline, takeover: bool) -> None:
     :raises SecondWriter: when another run is alive and ``takeover`` is not set.
     """
     state, records = State(pipeline.state), commit_record_of(pipeline)
+    refuse_others(state, pipeline.name)
     record = record_if_any(pipeline)
     refuse_second_writer(state, record.epoch if record else 0, None, takeover)
     forget_ledger(state)
     records.drop()
     Checkpoint.of(pipeline).remove()
-    state.remove("")
+    clear(state)
 
 
 def _source(pipeline: Pipeline) -> TopicSource:

@@ -5,26 +5,38 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from pyspark import Accumulator
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
 from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.lineage import Lineage, lineage_of
 from airflow_cdc_provider.engine.topics.messages import OP
+from airflow_cdc_provider.engine.topics.order import nodes_of, require_order
 from airflow_cdc_provider.engine.topics.settings import VIEW, Output, TopicSource
+from airflow_cdc_provider.engine.topics.unchanged import UNCHANGED
 
 # Of a plan, those that take each row by itself. What else there is may have to remember rows of before.
 _STATELESS = frozenset(
     {"Project", "Filter", "SubqueryAlias", "View", "EventTimeWatermark", "MapInArrow", "Generate", "Union", "Sort"}
-    | {"Repartition", "RepartitionByExpression", "CTERelationRef", "WithCTE", "CTERelationDef", "ResolvedHint"}
+    | {
+        "Repartition",
+        "RepartitionByExpression",
+        "RebalancePartitions",
+        "CTERelationRef",
+        "WithCTE",
+        "CTERelationDef",
+        "ResolvedHint",
+    }
 )
 _TYPES: dict[type[t.DataType], tuple[str, int]] = {
     t.BooleanType: ("boolean", 16),
@@ -76,9 +88,11 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
             "Name it once: Spark would read the topics anew for each, by offsets of their own. What a union gives,"
             " explode() of an array of structs gives, too.",
         )
-    stateful = any(_keeps_state(node) for node in _nodes(plan))
+    stateful = any(_keeps_state(node) for node in nodes_of(plan))
     names = [field.name for field in rows.schema]
     _check_names(pipeline, names, stateful)
+    if keeps_last(pipeline, OP in names):
+        require_order(rows, source.key, stateful)
     return Shape(_table(source, rows.schema), stateful, OP in names)
 
 
@@ -89,10 +103,45 @@ def result(
 
     :param missed: see :class:`.AvroTexts`.
     """
-    rows = messages.readable(raw, source, missed) if source.dead_letters else messages.required(raw, source)
+    lineage = lineage_in(spark, source)
+    rows = _queried(spark, source, raw, lineage, missed)
+    if UNCHANGED not in rows.columns or not lineage.passed:
+        return rows
+    names = [f.when(f.array_contains(UNCHANGED, theirs), f.lit(ours)) for ours, theirs in lineage.passed.items()]
+    return rows.withColumn(UNCHANGED, f.when(f.col(UNCHANGED).isNotNull(), f.array_compact(f.array(*names))))
+
+
+@lru_cache(maxsize=4)
+def lineage_in(spark: SparkSession, source: TopicSource) -> Lineage:
+    """Find which columns of the messages the query passes on, and with which ones it computes.
+
+    Without the names of what a message leaves out it passes nothing on.
+    """
+    names = frozenset(messages.columns_of(source).names)
+    if source.format != "debezium" and UNCHANGED not in names:
+        return Lineage()
+    rows = _queried(spark, source, messages.raw_nothing(spark))
+    stateful = any(_keeps_state(node) for node in nodes_of(rows._jdf.queryExecution().analyzed()))
+    found = lineage_of(rows, names)
+    if UNCHANGED in rows.columns:
+        return replace(found, stateful=stateful)
+    return Lineage({}, found.computed | frozenset(found.passed.values()), stateful)
+
+
+def _queried(
+    spark: SparkSession,
+    source: TopicSource,
+    raw: DataFrame,
+    lineage: Lineage = Lineage(),  # noqa: B008 - it is immutable
+    missed: Accumulator[frozenset[int]] | None = None,
+) -> DataFrame:
+    if source.dead_letters:
+        rows = messages.readable(raw, source, lineage, missed)
+    else:
+        rows = messages.required(raw, source, lineage)
     column, delay = source.watermark
     if column:
-        rows = rows.withWatermark(column, f"{round(delay * 1000)} milliseconds")
+        rows = rows.withWatermark(_quoted(column), f"{round(delay * 1000)} milliseconds")
     rows.createOrReplaceTempView(VIEW)
     return spark.sql(source.sql or f"SELECT {_all_columns(source)} FROM {VIEW}")
 
@@ -106,14 +155,27 @@ def output_of(pipeline: Pipeline) -> Output:
     return _source(pipeline).output or ("append" if only_logs else "update")
 
 
+def keeps_last(pipeline: Pipeline, told: bool) -> bool:
+    """Return whether the last row of a key counts: in a mirror, and where events of a changelog follow one another.
+
+    :param told: see :class:`Shape`.
+    """
+    return told or bool(_source(pipeline).key)
+
+
 def _source(pipeline: Pipeline) -> TopicSource:
     assert pipeline.topics is not None
     return pipeline.topics
 
 
 def _all_columns(source: TopicSource) -> str:
-    names = [field.name for field in messages.columns_of(source)] + ([OP] if source.format == "debezium" else [])
-    return ", ".join("`" + name.replace("`", "``") + "`" for name in names)
+    names = messages.columns_of(source).names + ([OP, UNCHANGED] if source.format == "debezium" else [])
+    return ", ".join(map(_quoted, names))
+
+
+def _quoted(name: str) -> str:
+    """Quote a column's name, in which a dot would be a field of it."""
+    return "`" + name.replace("`", "``") + "`"
 
 
 def _check_output(spark: SparkSession, rows: DataFrame, output: Output) -> None:
@@ -135,18 +197,11 @@ def _refused(error: PySparkException) -> ConfigError:
     )
 
 
-def _nodes(plan: Any) -> Iterator[Any]:
-    yield plan
-    children = plan.children()
-    for place in range(children.size()):
-        yield from _nodes(children.apply(place))
-
-
 def _reads(plan: Any) -> int:
     """How often the messages are read: what a WITH has read is there once, and once for each that refers to it."""
     subqueries = plan.subqueriesAll()
     plans = [plan, *(subqueries.apply(place) for place in range(subqueries.size()))]
-    streaming = [node for each in plans for node in _nodes(each) if node.isStreaming()]
+    streaming = [node for each in plans for node in nodes_of(each) if node.isStreaming()]
     named = Counter(str(node.nodeName()) for node in streaming)
     leaves = sum(bool(node.children().isEmpty()) for node in streaming) - named["CTERelationRef"]
     return leaves + max(0, named["CTERelationRef"] - named["CTERelationDef"])
@@ -179,7 +234,7 @@ def _check_names(pipeline: Pipeline, names: list[str], stateful: bool) -> None:
     if unknown:
         raise ConfigError(
             f"source.key: the query returns no column {unknown[0]}",
-            f"Name some of its columns: {', '.join(name for name in names if name != OP)}.",
+            f"Name some of its columns: {', '.join(name for name in names if name not in (OP, UNCHANGED))}.",
         )
     if mirrors and source.format == "debezium" and not stateful and OP not in names:
         raise ConfigError(
@@ -191,7 +246,7 @@ def _check_names(pipeline: Pipeline, names: list[str], stateful: bool) -> None:
 def _table(source: TopicSource, schema: t.StructType) -> Table:
     columns = tuple(
         _column(field, number, source.key)
-        for number, field in enumerate((field for field in schema if field.name != OP), 1)
+        for number, field in enumerate((field for field in schema if field.name not in (OP, UNCHANGED)), 1)
     )
     schema_name, name = source.schema_and_name
     oid = zlib.crc32(source.table.encode())

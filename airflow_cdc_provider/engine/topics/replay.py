@@ -10,7 +10,7 @@ to just that watermark. Both watermarks are the latest time less the delay, see 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -19,21 +19,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as f
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.kafka.ranges import MessageRange
+from airflow_cdc_provider.engine.kafka.ranges import MessageRange, ranges_of
 from airflow_cdc_provider.engine.run import existing_record
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics
-from airflow_cdc_provider.engine.topics.job import failure_of
-from airflow_cdc_provider.engine.topics.position import Position
+from airflow_cdc_provider.engine.topics.failures import failure_of
+from airflow_cdc_provider.engine.topics.position import Position, behind_truncates
 from airflow_cdc_provider.engine.topics.query import result
 from airflow_cdc_provider.engine.topics.settings import Offsets, TopicSource
-from airflow_cdc_provider.engine.topics.stage import RESULT_OP, TopicTexts, key_of, last_of_each
+from airflow_cdc_provider.engine.topics.skips import Skip, without
+from airflow_cdc_provider.engine.topics.stage import RESULT_OP, TopicTexts, by_place, last_texts, places_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Replay:
     :param late: messages before these have been read, too.
     :param until: the offsets at which they end.
     :param reach: how far the sink is, which says what has been closed.
+    :param passed: what the sink's record says at the moment of messages that are left out, as they were passed over, or
+        as a truncate has taken them: a stream goes on meanwhile, and sinks may stand at different units.
     :param checkpoint: the pipeline's; what is needed of another one for a while stands beside it.
     """
 
@@ -72,6 +74,7 @@ class Replay:
     late: bool
     until: Callable[[], Offsets]
     reach: Callable[[], Reach]
+    passed: Callable[[], Position]
     checkpoint: Checkpoint
 
     @classmethod
@@ -84,37 +87,51 @@ class Replay:
         }
         first = {topic: {p: max(begun[topic][p], n) for p, n in found.items()} for topic, found in there.items()}
         reach = Reach(position.offsets, 0)
-        return cls(spark, topics.source, first, first != begun, lambda: position.offsets, lambda: reach, checkpoint)
+        return cls(
+            spark,
+            topics.source,
+            first,
+            first != begun,
+            lambda: position.offsets,
+            lambda: reach,
+            lambda: position,
+            checkpoint,
+        )
 
     def rows(self, keyed: bool, target: Target, keys: object = None) -> Iterator[pa.RecordBatch]:
         """The rows of the result as texts, under the names of the target's columns.
 
         :param keyed: of each key the last one, unless that says that the row is gone.
         """
-        raw = messages.raw_range(self.spark, self.source, self.first, self.until())
+        end, passed = self.until(), self.passed()
+        raw = behind_truncates(messages.raw_range(self.spark, self.source, self.first, end), passed.truncated)
         try:
-            texts = _texts(result(self.spark, self.source, raw), target.table, keyed)
+            texts = _texts(result(self.spark, self.source, without(raw, passed.skipped)), target.table, keyed)
         except PySparkException as e:
             raise failure_of(str(e)) from e
         yield from _at_last(texts, target.table, keyed)
 
     def closed_rows(self, keyed: bool, target: Target, keys: object = None) -> Iterator[pa.RecordBatch]:
         """As :meth:`rows`, of what nothing changes any more."""
-        reach = self.reach()
+        reach, skips = self.reach(), self.passed().skipped
         texts_of = partial(_texts, table=target.table, keyed=keyed)
-        ran = self._run(reach.offsets, self.source, texts_of)
+        ran = self._run(reach.offsets, self.source, skips, texts_of)
         column, delay = self.source.watermark
         if column and ran.latest is not None and ran.latest - round(delay * 1000) > reach.watermark:
             longer = replace(self.source, watermark=(column, (ran.latest - reach.watermark) / 1000))
-            ran = self._run(reach.offsets, longer, texts_of)
+            ran = self._run(reach.offsets, longer, skips, texts_of)
         if ran.told:
             yield from _at_last(pa.concat_tables(ran.told), target.table, keyed)
 
-    def _run(self, end: Offsets, source: TopicSource, texts_of: Callable[[DataFrame], pa.Table]) -> _Ran:
+    def _run(
+        self, end: Offsets, source: TopicSource, skips: Collection[Skip], texts_of: Callable[[DataFrame], pa.Table]
+    ) -> _Ran:
         ran = _Ran()
         checkpoint = Checkpoint(f"{self.checkpoint.url.rstrip('/')}-verify-{uuid.uuid4().hex}")
+        checkpoint.prepare()
         try:
-            rows = result(self.spark, source, messages.raw_stream_of_range(self.spark, source, self.first, end))
+            raw = messages.raw_stream_of_range(self.spark, source, self.first, end)
+            rows = result(self.spark, source, without(raw, skips))
             query = (
                 rows.writeStream.outputMode("append")
                 .foreachBatch(lambda found, _: ran.told.append(texts_of(found)))
@@ -133,17 +150,19 @@ class Replay:
             checkpoint.remove()
         return ran
 
-    def ranges(self, end: Offsets) -> list[MessageRange]:
-        """The messages of each partition that have been read."""
-        raw = messages.raw_range(self.spark, self.source, self.first, end)
-        keys = f.sum(f.coalesce(f.crc32("key"), f.lit(0)))
-        counted = raw.groupBy("topic", "partition").agg(f.count("*"), keys).collect()
-        found = {(topic, str(p)): (count, total) for topic, p, count, total in counted}
-        return [
-            MessageRange(topic, int(p), self.first[topic][p], offset, *found.get((topic, p), (0, 0)))
-            for topic, partitions in sorted(end.items())
-            for p, offset in sorted(partitions.items(), key=lambda each: int(each[0]))
-        ]
+    def ranges(self, topics: Topics, end: Offsets) -> list[MessageRange]:
+        """The messages of each partition that have been read, as a plain consumer gets them."""
+        found: list[MessageRange] = []
+        for topic in topics.described(end.keys()):
+            first = self.first.get(topic.name, {})
+            ends = {int(p): offset for p, offset in end[topic.name].items()}
+            starts = {p: first.get(str(p), 0) for p in ends}
+            some = {p: starts[p] for p in ends if starts[p] < ends[p]}
+            counted = {p: MessageRange(topic.name, p, starts[p], ends[p], 0, 0) for p in ends}
+            if some:
+                counted |= {each.partition: each for each in ranges_of(topics.cluster, topic, some, ends)}
+            found += [counted[p] for p in sorted(counted)]
+        return found
 
 
 @dataclass
@@ -155,19 +174,15 @@ class _Ran:
 
 
 def _texts(rows: DataFrame, table: Table, keyed: bool) -> pa.Table:
-    schema = ", ".join(f"{name} string" for name in (*_names(table), RESULT_OP))
-    return rows.mapInArrow(TopicTexts(table, keyed), schema).toArrow()
+    schema = ", ".join(f"{name} string" for name in (*places_of(table), RESULT_OP))
+    return by_place(rows, table).mapInArrow(TopicTexts(table, keyed), schema).toArrow()
 
 
 def _at_last(texts: pa.Table, table: Table, keyed: bool) -> list[pa.RecordBatch]:
     if keyed:
         # Spark has put the partitions one after the other, as the stage of a unit does.
-        last = last_of_each(texts, key_of(table))
+        last = last_texts(texts, table)
         texts = last.filter(pc.fill_null(pc.not_equal(last[RESULT_OP], "d"), True))
     columns = [column.name for column in table.columns]
-    batches: list[pa.RecordBatch] = texts.select(_names(table)).rename_columns(columns).combine_chunks().to_batches()
+    batches: list[pa.RecordBatch] = texts.select(places_of(table)).rename_columns(columns).combine_chunks().to_batches()
     return batches
-
-
-def _names(table: Table) -> list[str]:
-    return [f"c{i}" for i in range(len(table.columns))]

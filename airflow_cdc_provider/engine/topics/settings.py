@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeAlias, cast
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.addresses import (
@@ -22,23 +22,41 @@ from airflow_cdc_provider.engine.section import (
     as_seconds,
     as_text,
     one_of,
+    without_password,
 )
 
 PACKAGE = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0"
 """Kafka for the Spark that the engine needs, as Maven Central has it."""
 
+Lenient: TypeAlias = Literal["trailing", "encoding", "decimals", "floats", "times"]
+"""What may be changed: text behind the object is left out, what is no UTF-8 becomes U+FFFD or ``?``, numbers are
+rounded to what their column holds, times are cut to microseconds and dates."""
+Unit: TypeAlias = Literal["days", "seconds", "milliseconds", "microseconds"]
+"""What a number for a date or time counts, since 1970."""
+
+UNAVAILABLE = "__debezium_unavailable_value"
+"""What Debezium writes by default in place of a value that an update has left alone."""
+
 VIEW = "messages"
 """What the query names the decoded messages."""
 
-Format: TypeAlias = Literal["json", "avro", "debezium"]
+Format: TypeAlias = Literal["json", "avro", "debezium", "text", "bytes"]
 Output: TypeAlias = Literal["update", "append"]
 Starting: TypeAlias = Literal["earliest", "latest"]
 Late: TypeAlias = Literal["drop", "count"]
 Offsets: TypeAlias = Mapping[str, Mapping[str, int]]
 """The next offset to read, by topic and partition; JSON values."""
 
+_WHOLE = {"text": "value STRING NOT NULL", "bytes": "value BINARY NOT NULL"}
+"""The columns of the view where values are taken as a whole."""
+
 _STATE_STORE = "spark.sql.streaming.stateStore"
-_RESERVED = ("bootstrap.servers", "isolation.level", "group.id", "auto.offset.reset", "enable.auto.commit")
+_RESERVED = (
+    *("bootstrap.servers", "isolation.level", "group.id", "auto.offset.reset", "enable.auto.commit"),
+    *("enable.auto.offset.store", "enable.partition.eof", "allow.auto.create.topics"),
+    *("key.deserializer", "value.deserializer", "key.serializer", "value.serializer", "interceptor.classes"),
+)
+"""Properties that the engine, or Spark, sets."""
 _LABEL = re.compile(r"[^.]+\.[^.]+")
 _INTERNAL = "__"
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
@@ -53,7 +71,7 @@ class TopicSource:
     :param topics: their names; empty with a ``pattern``.
     :param pattern: a regular expression that whole names match, for Python and Java alike; empty with ``topics``.
     :param starting: where topics are read from that nothing is recorded of.
-    :param format: of the messages' values.
+    :param format: of the messages' values; ``text`` and ``bytes`` take them as a whole.
     :param registry: the schema registry's URL, where values are in Avro; empty where they are in JSON.
     :param registry_properties: of its client.
     :param columns: of the values, as Spark writes a schema; those that say ``NOT NULL`` have to be there.
@@ -68,6 +86,9 @@ class TopicSource:
     :param dead_letters: the topic for messages that cannot be read; empty where they stop the pipeline.
     :param max_batch_messages: that a unit is made of, at most.
     :param checkpoint: URL of Spark's checkpoint; empty for its place in the state.
+    :param unavailable: what Debezium writes in place of a value that an update has left alone.
+    :param units: of numbers that stand for a date or time, by column.
+    :param lenient: what of a message may be changed, instead of making it one that cannot be read.
     """
 
     brokers: str
@@ -88,6 +109,9 @@ class TopicSource:
     checkpoint: str
     registry: str = ""
     registry_properties: Properties = field(default=(), repr=False)
+    unavailable: str = UNAVAILABLE
+    units: tuple[tuple[str, Unit], ...] = ()
+    lenient: frozenset[Lenient] = frozenset()
     type: Literal["kafka"] = "kafka"
 
     @classmethod
@@ -105,10 +129,14 @@ class TopicSource:
                 "source takes either topics, a list of names, or pattern, a regular expression",
                 "Give one of source.topics and source.pattern.",
             )
-        format_ = cast(Format, section.take("format", one_of("json", "avro", "debezium"), "json"))
+        whole = cast(Format | Literal[""], section.take("value", one_of(*_WHOLE), ""))
+        format_ = whole or cast(Format, section.take("format", one_of("json", "avro", "debezium"), "json"))
+        debezium = format_ == "debezium"
         registry = ""
-        if format_ != "json":
+        if format_ in ("avro", "debezium"):
             registry = section.take("registry", as_registry, None if format_ == "avro" else "", secret=True)
+        strict: tuple[str, frozenset[Lenient]] = ("", frozenset())
+        dead_letters, lenient = section.take("bad_records", lambda value: _bad_records(section, value), strict)
         found = cls(
             brokers=brokers,
             properties=properties,
@@ -116,14 +144,17 @@ class TopicSource:
             pattern=pattern,
             starting=cast(Starting, section.take("starting", one_of("earliest", "latest"), "earliest")),
             format=format_,
-            columns=section.take("columns", as_text),
+            columns=_WHOLE[whole] if whole else section.take("columns", as_text),
             table=section.take("table", _label),
             key=section.take("key", _names, nothing),
             sql=section.take("sql", as_text, ""),
             watermark=section.take("watermark", lambda value: _watermark(section, value), ("", 0.0)),
             late=cast(Late, section.take("late", one_of("drop", "count"), "drop")),
             output=cast(Output, section.take("output", one_of("update", "append"), "")),
-            dead_letters=section.take("bad_records", lambda value: _dead_letters(section, value), ""),
+            dead_letters=dead_letters,
+            lenient=lenient,
+            unavailable=section.take("unavailable_value", as_text, UNAVAILABLE) if debezium else UNAVAILABLE,
+            units=section.take("epochs", _units, ()),
             max_batch_messages=section.take("max_batch_messages", as_positive_integer, 100_000),
             checkpoint=section.take("checkpoint", _url, ""),
             registry=registry,
@@ -190,7 +221,8 @@ class TopicSource:
         """What of the section decides about rows and state, as JSON values for the record."""
         names = ("format", "columns", "table", "key", "sql", "watermark", "output")
         values = {name: getattr(self, name) for name in names}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        epochs = {"epochs": dict(self.units)} if self.units else {}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()} | epochs
 
 
 def _topics(value: object) -> tuple[str, ...]:
@@ -228,15 +260,31 @@ def _watermark(section: Section, value: object) -> tuple[str, float]:
     return found
 
 
-def _dead_letters(section: Section, value: object) -> str:
+def _bad_records(section: Section, value: object) -> tuple[str, frozenset[Lenient]]:
+    """The topic for messages that cannot be read, and what of others may be changed."""
     if value == "stop":
-        return ""
+        return "", frozenset()
     if not isinstance(value, dict):
-        raise ValueError("stop, or {dead_letter: topic}")
+        raise ValueError("stop, or a mapping with dead_letter: topic or lenient: [...]")
     inner = section.inner("bad_records", value)
-    topic = inner.take("dead_letter", _topic)
+    lenient: frozenset[Lenient] = frozenset()
+    found = inner.take("dead_letter", _topic, ""), inner.take("lenient", _lenient, lenient)
     inner.finish()
-    return topic
+    return found
+
+
+def _lenient(value: object) -> frozenset[Lenient]:
+    known = get_args(Lenient)
+    if not isinstance(value, list) or not all(each in known for each in value):
+        raise ValueError(f"a list of some of {', '.join(known)}")
+    return frozenset(value)
+
+
+def _units(value: object) -> tuple[tuple[str, Unit], ...]:
+    known = get_args(Unit)
+    if not isinstance(value, dict) or not all(each in known for each in value.values()):
+        raise ValueError(f"columns, each with one of {', '.join(known)}")
+    return tuple((str(name), unit) for name, unit in value.items())
 
 
 def _topic(value: object) -> str:
@@ -247,7 +295,7 @@ def _topic(value: object) -> str:
 
 
 def _url(value: object) -> str:
-    text = as_text(value)
+    text = without_password(as_text(value))
     if "://" not in text and not text.startswith("/"):
         raise ValueError("a URL, or an absolute path")
     return (text if "://" in text else f"file://{text}").rstrip("/")

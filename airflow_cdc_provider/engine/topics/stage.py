@@ -16,21 +16,41 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyspark import TaskContext
+from pyspark.sql import DataFrame
 
+from airflow_cdc_provider.engine.arrays import array_elements
 from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.effects import ERASED, OP, Effect
+from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, sqlstate
+from airflow_cdc_provider.engine.effects import (
+    ERASED,
+    MISSING,
+    OP,
+    UNCHANGED,
+    Effect,
+    array_literal,
+    quoted_name,
+)
 from airflow_cdc_provider.engine.errors import CdcError, ValueRefused
 from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.sinks.base import Sink, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, to_texts
+from airflow_cdc_provider.engine.topics.unchanged import Away, masks, net_of
+
+LEFT_OUT = "_unchanged"
+"""The column of the result that names its columns whose value is left out, see :data:`.unchanged.UNCHANGED`."""
 
 RESULT_OP = "_op"
 """The column of the result that says what has been done to a row, see :data:`.messages.OP`."""
 
+UNSENT = "\ue000a value that was not sent\ue000"
+"""Stands in texts for a value that a message leaves out, where no other one tells it."""
+
+_DATA = "22"  # SQLSTATE's class of errors of data, such as a zero byte in a text
+SEGMENT_BITS, SEGMENTS = 50, 8000  # of a row's number, those below its unit's segment; and how many there may be
 _ROWS = 100_000  # staged at a time
-_PARTITION_BITS = 40  # of a row's number in its unit, those below the number of its task
+_PARTITION_BITS = 34  # of a row's number in its unit, those below the number of its task
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class TopicStage:
 
     :param batch: a name that no other attempt of the unit has.
     :param unit: its number.
+    :param segment: of the unit, between two truncates.
     """
 
     sink: Sink
@@ -46,6 +67,7 @@ class TopicStage:
     batch: str
     table: Table
     unit: int
+    segment: int = 0
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         message: StagedPiece | CdcError
@@ -55,6 +77,8 @@ class TopicStage:
             message = e
         except DRIVER_ERRORS as e:
             message = driver_failure(e, "staging")
+            if (sqlstate(e) or "").startswith(_DATA):
+                message = ValueRefused(message.message, message.solution)
         yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
         if isinstance(message, StagedPiece):
             spare_modules()
@@ -65,7 +89,8 @@ class TopicStage:
         staged: list[Staged] = []
         count = 0
         for rows in _portions(batches):
-            effect = self._effect(rows, (index << _PARTITION_BITS) + count + 1)
+            first = (self.segment << SEGMENT_BITS) + (index << _PARTITION_BITS) + count + 1
+            effect = self._effect(rows, first)
             attempt = f"{self.batch}_{index}_{uuid.uuid4().hex[:8]}"
             staged += self.sink.stage(self.epoch, attempt, [effect])
             count += rows.num_rows
@@ -77,12 +102,13 @@ class TopicStage:
 
         :param first: number of the first row in the unit.
         """
-        columns = [to_texts(rows[column.name].combine_chunks()) for column in self.table.columns]
+        columns = [to_texts(rows[place].combine_chunks()) for place in places_of(self.table)]
         self._require_keys(columns)
         letters = rows[RESULT_OP].combine_chunks().cast(pa.string()) if RESULT_OP in rows.column_names else None
+        away = left_out(rows, self.table)
         if self.sink.mode == "mirror":
-            return Effect(self.table.label, False, self._mirror(columns, letters, rows.num_rows))
-        return Effect(self.table.label, False, self._changelog(columns, letters, rows.num_rows, first))
+            return Effect(self.table.label, False, self._mirror(columns, letters, away, rows.num_rows))
+        return Effect(self.table.label, False, self._changelog(columns, letters, away, rows.num_rows, first))
 
     def _require_keys(self, columns: list[pa.Array]) -> None:
         for column, texts in zip(self.table.columns, columns, strict=True):
@@ -93,13 +119,19 @@ class TopicStage:
                     " messages are bad records, or leave its rows out in source.sql.",
                 )
 
-    def _mirror(self, columns: list[pa.Array], letters: pa.Array | None, count: int) -> pa.Table:
+    def _mirror(self, columns: list[pa.Array], letters: pa.Array | None, away: Away, count: int) -> pa.Table:
+        if away:
+            return net_of(self.table, columns, letters, away)
         erased = pc.fill_null(pc.equal(letters, "d"), False) if letters is not None else pa.array(np.zeros(count, bool))
         made = pa.table({ERASED: erased} | {f"c{i}": column for i, column in enumerate(columns)})
         return last_of_each(made, key_of(self.table))
 
-    def _changelog(self, columns: list[pa.Array], letters: pa.Array | None, count: int, first: int) -> pa.Table:
+    def _changelog(
+        self, columns: list[pa.Array], letters: pa.Array | None, away: Away, count: int, first: int
+    ) -> pa.Table:
         ops = pc.fill_null(letters, "i") if letters is not None else pa.array(["i"] * count)
+        named = {quoted_name(self.table.columns[i].name): mask for i, mask in away.items()}
+        unchanged = {UNCHANGED: array_literal(named)} if named else {}
         return pa.table(
             {
                 OP: ops,
@@ -108,6 +140,7 @@ class TopicStage:
                 "xid": pa.array(np.full(count, self.unit & 0xFFFFFFFF, dtype=np.int64)),
                 "commit_ts": pa.array(np.full(count, time.time_ns() // 1000, dtype=np.int64)),
                 **{f"c{i}": column for i, column in enumerate(columns)},
+                **unchanged,
             }
         )
 
@@ -116,7 +149,8 @@ class TopicStage:
 class TopicTexts:
     """Makes texts of the query's rows for a comparison.
 
-    :param keyed: of the rows of a task with the same key the last one stays.
+    :param keyed: of the rows of a task with the same key the last one stays. Otherwise values that messages leave out
+        are NULL, as in a changelog.
     """
 
     table: Table
@@ -124,11 +158,64 @@ class TopicTexts:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for rows in _portions(batches):
-            columns = [to_texts(rows[column.name].combine_chunks()) for column in self.table.columns]
+            columns = [to_texts(rows[place].combine_chunks()) for place in places_of(self.table)]
             told = rows[RESULT_OP] if RESULT_OP in rows.column_names else pa.nulls(rows.num_rows, pa.string())
+            away = left_out(rows, self.table) if self.keyed else {}
+            columns = [unsent(column, away.get(i)) for i, column in enumerate(columns)]
             made = pa.table({f"c{i}": column for i, column in enumerate(columns)} | {RESULT_OP: told})
-            kept = last_of_each(made, key_of(self.table)) if self.keyed else made
+            kept = last_texts(made, self.table) if self.keyed else made
             yield from kept.cast(pa.schema([(name, pa.string()) for name in kept.column_names])).to_batches()
+
+
+def last_texts(rows: pa.Table, table: Table) -> pa.Table:
+    """Return of texts with the same key the last ones, with what those before them tell of values that they leave out.
+
+    :param rows: with :data:`UNSENT` for such values, as in the result, and :data:`RESULT_OP`.
+    """
+    columns = [rows[place].combine_chunks() for place in places_of(table)]
+    away = {i: mask for i, column in enumerate(columns) if (mask := _are_unsent(column)).any()}
+    if not away:
+        return last_of_each(rows, key_of(table))
+    net = net_of(table, columns, rows[RESULT_OP].combine_chunks(), away)
+    missing = _missing(net)
+    kept = {place: unsent(net[place].combine_chunks(), missing.get(i)) for i, place in enumerate(places_of(table))}
+    return pa.table(kept | {RESULT_OP: pc.if_else(net[ERASED], "d", "u")})
+
+
+def unsent(column: pa.Array, mask: NDArray[np.bool_] | None) -> pa.Array:
+    """Return a column of texts with :data:`UNSENT` where told."""
+    return column if mask is None else pc.if_else(pa.array(mask), pa.scalar(UNSENT, column.type), column)
+
+
+def left_out(rows: pa.Table, table: Table) -> Away:
+    """Return where values are left out, see :func:`.unchanged.masks`."""
+    if LEFT_OUT not in rows.column_names:
+        return {}
+    return masks(rows[LEFT_OUT].combine_chunks(), [column.name for column in table.columns])
+
+
+def _are_unsent(column: pa.Array) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = pc.fill_null(pc.equal(column, UNSENT), False).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _missing(net: pa.Table) -> Away:
+    """Return by place in which rows a value is missing, of rows as an :class:`.effects.Effect` has them."""
+    if MISSING not in net.column_names:
+        return {}
+    listed = [array_elements(text) if text else [] for text in net[MISSING].to_pylist()]
+    return {int(i): np.array([i in each for each in listed]) for i in {i for each in listed for i in each}}
+
+
+def by_place(rows: DataFrame, table: Table) -> DataFrame:
+    """Name the columns of a result by their places in the table: Spark would take a dot in a name for a field."""
+    places = {column.name: place for column, place in zip(table.columns, places_of(table), strict=True)}
+    return rows.toDF(*(places.get(name, name) for name in rows.columns))
+
+
+def places_of(table: Table) -> list[str]:
+    """Return the names that :func:`by_place` gives, in the order of the table's columns."""
+    return [f"c{i}" for i in range(len(table.columns))]
 
 
 def key_of(table: Table) -> list[str]:

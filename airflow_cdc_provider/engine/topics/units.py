@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark import Accumulator
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.base import Record, StagedPiece
+from airflow_cdc_provider.engine.sinks.base import MissingValues, Record, StagedPiece
 from airflow_cdc_provider.engine.topics import messages
+from airflow_cdc_provider.engine.topics.blame import Blame, stage_rows, unknown
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics
-from airflow_cdc_provider.engine.topics.position import Position
-from airflow_cdc_provider.engine.topics.settings import TopicSource
-from airflow_cdc_provider.engine.topics.stage import TopicStage
+from airflow_cdc_provider.engine.topics.order import require_unshuffled
+from airflow_cdc_provider.engine.topics.position import Position, with_truncates
+from airflow_cdc_provider.engine.topics.query import lineage_in
+from airflow_cdc_provider.engine.topics.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.topics.skips import without
+from airflow_cdc_provider.engine.topics.truncates import Truncates
+
+# Whether a message is too large is for the topic to say, and not for its producer, whose own limit is one MiB.
+_WHATEVER_SIZE = {"kafka.max.request.size": str(1 << 30), "kafka.buffer.memory": str(1 << 30)}
 
 
 @dataclass
@@ -38,6 +48,7 @@ class TopicUnits:
     :param position: where the sink that has least is.
     :param base: number of the last unit before the query's first batch.
     :param missed: see :class:`.AvroTexts`.
+    :param in_order: rows have to come as their messages do, see :mod:`.order`.
     :ivar applied: number of the last unit that all sinks have.
     :ivar position: what the records say by now.
     :ivar changes: rows that the query has returned, committed.
@@ -55,6 +66,7 @@ class TopicUnits:
         base: int,
         checkpoint: Checkpoint,
         missed: Accumulator[frozenset[int]],
+        in_order: bool,
     ) -> None:
         self.position = position
         self.changes = 0
@@ -67,6 +79,7 @@ class TopicUnits:
         self._base = base
         self._checkpoint = checkpoint
         self._missed = missed
+        self._in_order = in_order
         self._branches = [_Branch(branch, existing_record(branch.pipeline).applied) for branch in run.branches]
         (target,) = existing_record(run.branches[0].pipeline).targets
         self._table = target.table
@@ -89,32 +102,69 @@ class TopicUnits:
         unit, offsets = self._base + batch + 1, self._checkpoint.offsets(batch)
         self._missed.value = frozenset()
         noted = Position.noted(offsets, self._checkpoint.id(), self._base, self._topics(offsets))
-        if len(self._branches) > 1:
-            rows = rows.persist()
-        try:
-            staged = [self._staged(branch.run, rows, unit, batch) for branch in self._branches]
-        finally:
-            if len(self._branches) > 1:
-                rows.unpersist()
+        if self._in_order:
+            require_unshuffled(rows)
+        truncates = Truncates(self._spark, self._run, self._source, self._table, self.position, self._missed)
+        applied = [branch.applied for branch in self._branches]
+        beginning = partial(self._beginning, offsets)
+        with truncates.noticed(beginning, offsets, unit, applied), self._blaming(offsets, unit):
+            staged = self._staged(rows, unit, batch)
+            if self.position.truncates:
+                noted |= {"truncates": (), "truncated": self.position.floors}
+                staged = [
+                    [replace(piece, index=n) for n, piece in enumerate([*truncates.staged(branch.run, unit), *found])]
+                    for branch, found in zip(self._branches, staged, strict=True)
+                ]
         # Once nothing but a commit can fail, as each attempt writes them again; and after the rows, as these decide
         # which messages cannot be read.
         buried = self._bury(offsets) if unit > self.applied else 0
-        pieces = [
-            self._commit(branch, unit, found, noted) for branch, found in zip(self._branches, staged, strict=True)
-        ]
+        with self._blaming(offsets, unit):
+            pieces = [
+                self._commit(branch, unit, found, noted) for branch, found in zip(self._branches, staged, strict=True)
+            ]
         failpoint("before-spark-commit")
         self.position = replace(self.position, applied=self.applied, **noted)
         self.dead_letters += buried
         self._count(max(pieces, key=lambda each: sum(piece.changes for piece in each)), started)
 
-    def _staged(self, run: Run, rows: DataFrame, unit: int, batch: int) -> list[StagedPiece]:
-        """Stage a batch for a sink."""
-        stage = TopicStage(run.sink, run.epoch, f"{run.epoch}_{batch}", self._table, unit)
-        found = [pickle.loads(row.message) for row in rows.mapInArrow(stage, "message binary").collect()]
-        for message in found:
-            if isinstance(message, CdcError):
-                raise message
-        return found
+    def _staged(self, rows: DataFrame, unit: int, batch: int) -> list[list[StagedPiece]]:
+        """Stage a batch for all sinks."""
+        if len(self._branches) > 1:
+            rows = rows.persist()
+        try:
+            segment = len(self.position.truncates)
+            return [stage_rows(branch.run, rows, self._table, str(batch), unit, segment) for branch in self._branches]
+        finally:
+            if len(self._branches) > 1:
+                rows.unpersist()
+
+    @contextmanager
+    def _blaming(self, offsets: Offsets, unit: int) -> Iterator[None]:
+        """Let messages answer for a failure, unless a sink has the unit already, and with it what they became."""
+        try:
+            yield
+        except (CdcError, MissingValues, PySparkException, Py4JJavaError) as e:
+            verdict = self._verdict(e, offsets, unit)
+            if verdict is None:
+                raise
+            raise verdict from e
+
+    def _verdict(self, failure: Exception, offsets: Offsets, unit: int) -> CdcError | None:
+        applied = any(branch.applied >= unit for branch in self._branches)
+        end = with_truncates(offsets, self.position.floors)
+        start = partial(self._beginning, end)
+        blame = Blame(self._spark, self._run, self._source, self._table, self.position)
+        if isinstance(failure, MissingValues):
+            return unknown(failure) if applied else blame.lacking(failure, start, end, unit)
+        return None if applied else blame.verdict(failure, start, end, unit)
+
+    def _beginning(self, offsets: Offsets) -> Offsets:
+        """Return where a batch begins that ends at some offsets; new topics and partitions do so at their first."""
+        known = self.position.offsets
+        new = {topic for topic, found in offsets.items() if found.keys() - known.get(topic, {}).keys()}
+        topics = Topics(self._source)
+        first = topics.beginnings(topics.described(new)) if new else {}
+        return {topic: {**first.get(topic, {}), **known.get(topic, {})} for topic in offsets}
 
     def _commit(
         self, branch: _Branch, unit: int, staged: list[StagedPiece], noted: Mapping[str, Any]
@@ -148,15 +198,22 @@ class TopicUnits:
         A unit that is brought in again, after a crash or a commit that failed, has them written again; their headers
         tell which are one.
         """
-        source = self._source
-        if not source.dead_letters or offsets == self.position.offsets:
+        source, position = self._source, self.position
+        start, end = with_truncates(position.offsets, position.truncated), with_truncates(offsets, position.floors)
+        if not source.dead_letters or start == end:
             return 0
-        raw = messages.raw_range(self._spark, source, self.position.offsets, offsets)
-        bad = messages.troubled(raw, source, self._missed.value).persist()
+        raw = messages.raw_range(self._spark, source, start, end)
+        skips = [each for each in position.skipped if each.within(start, end)]
+        lineage = lineage_in(self._spark, source)
+        bad = messages.troubled(without(raw, skips), source, lineage, self._missed.value)
+        if skips:
+            bad = bad.union(messages.set_aside(raw, skips))
+        bad = bad.persist()
         try:
             count = bad.count()
             if count:
-                bad.write.format("kafka").options(**source.client_options, topic=source.dead_letters).save()
+                options = {**_WHATEVER_SIZE, **source.client_options, "topic": source.dead_letters}
+                bad.write.format("kafka").options(**options).save()
         finally:
             bad.unpersist()
         return count

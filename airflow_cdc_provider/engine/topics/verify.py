@@ -13,20 +13,21 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import UnknownTable
-from airflow_cdc_provider.engine.row_side import Rowset, RowSide, changelog_rows, keyed_rows, mirror_rows
+from airflow_cdc_provider.engine.row_side import Rows, Rowset, RowSide, changelog_rows, keyed_rows, mirror_rows, moment
 from airflow_cdc_provider.engine.run import existing_record, sink_of
 from airflow_cdc_provider.engine.session import spark_session
-from airflow_cdc_provider.engine.sides import Sides
+from airflow_cdc_provider.engine.sides import UNKNOWN, Key, Sides
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
@@ -36,6 +37,7 @@ from airflow_cdc_provider.engine.topics.position import Position
 from airflow_cdc_provider.engine.topics.query import Shape, output_of, shape_of
 from airflow_cdc_provider.engine.topics.replay import Replay, reach_of
 from airflow_cdc_provider.engine.topics.settings import Offsets, Output
+from airflow_cdc_provider.engine.topics.stage import UNSENT
 from airflow_cdc_provider.engine.verify import PASS_TIMEOUT, Report, compare_sides, not_reached, ranges_in
 from airflow_cdc_provider.engine.waiting import await_condition
 
@@ -57,7 +59,7 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
     not_compared: set[str] = set()
     with spark_session(pipeline, "verify") as spark:
         shape = shape_of(spark, pipeline)
-        slowest = min((Position.of(existing_record(branch)) for branch in pipeline.branches), key=lambda p: p.applied)
+        slowest = min((_position(branch) for branch in pipeline.branches), key=lambda p: p.applied)
         pass_gate(topics, slowest)
         checkpoint, output = Checkpoint.of(pipeline), output_of(pipeline)
         replay = Replay.of(spark, topics, slowest, checkpoint)
@@ -70,18 +72,19 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
             catch_up = partial(_catch_up, branch, topics) if live else None
             until = topics.ends if live else partial(_read, branch)
             reach = partial(reach_of, branch, checkpoint)
-            opened = partial(_sides, branch, replace(replay, until=until, reach=reach), way)
+            passed = partial(_position, branch)
+            opened = partial(_sides, branch, replace(replay, until=until, reach=reach, passed=passed), way)
             (found,) = compare_sides([target], opened, catch_up, report)
             place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
             tables.append(found.as_dict() | ranges_in(sink_of(branch), target) | place)
-        slowest = min((Position.of(existing_record(branch)) for branch in pipeline.branches), key=lambda p: p.applied)
-        ranges = replay.ranges(slowest.offsets)
+        slowest = min((_position(branch) for branch in pipeline.branches), key=lambda p: p.applied)
+        ranges = replay.ranges(topics, slowest.offsets)
     return {
         "equal": all(table["equal"] for table in tables),
         "tables": tables,
         "live": live,
         "lag_bytes": None,
-        "lag_messages": behind(slowest.offsets, topics.ends()),
+        "lag_messages": behind(slowest.offsets, topics.written_ends()),
         "not_compared": sorted(not_compared),
         "ranges": [each.as_dict() for each in ranges],
         "begins_late": replay.late,
@@ -110,10 +113,34 @@ def _way_of(mode: Mode, output: Output, shape: Shape) -> Way | None:
     """
     closing = shape.stateful and output == "append"
     if mode == "mirror":
-        return Way(True, mirror_rows, mirror_rows, closing)
+        # Of a row of which messages do not tell a value any more, the other values are compared.
+        rows: Shaped = _Told(mirror_rows) if shape.told else mirror_rows
+        return Way(True, rows, rows, closing)
     if not shape.told and (closing or not shape.stateful):
         return Way(False, mirror_rows, mirror_rows, closing)
-    return Way(True, keyed_rows, changelog_rows, closing) if shape.table.key else None
+    made: Shaped = _Told(keyed_rows) if shape.told else keyed_rows
+    return Way(True, made, changelog_rows, closing) if shape.table.key else None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Gives rows cells of which one that messages do not tell equals every value."""
+
+    shaped: Shaped
+
+    def __call__(self, target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
+        for batch in batches:
+            for rowset in self.shaped(target, [batch]):
+                yield replace(rowset, make_cells=partial(_told_cells, target, batch))
+
+
+def _told_cells(target: Target, batch: pa.RecordBatch) -> list[tuple[str | None, ...]]:
+    (rowset,) = keyed_rows(target, [batch])
+    texts = zip(*(batch.column(column.name).to_pylist() for column in target.table.columns), strict=True)
+    return [
+        tuple(UNKNOWN if text == UNSENT else cell for text, cell in zip(row, cells, strict=True))
+        for row, cells in zip(texts, rowset.cells, strict=True)
+    ]
 
 
 def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> AbstractContextManager[Sides]:
@@ -126,10 +153,31 @@ def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> Abstra
     compared = target if way.keyed else replace(target, table=replace(target.table, key=()))
     rows = replay.closed_rows if way.closing else replay.rows
     made = RowSide(compared, partial(rows, way.keyed), way.source)
-    found = RowSide(compared, sink.rows, way.target)
+    found = RowSide(compared, sink.rows if way.keyed else _Remaining(sink.rows, replay.passed), way.target)
     if replay.late:
         found = replace(found, shaped=_Within(found.shaped, made))
     return nullcontext(Sides(compared.table, made, found, _BUCKETS))
+
+
+@dataclass(frozen=True)
+class _Remaining:
+    """Leaves out the events of a changelog up to its last truncate, as the other side does with their messages."""
+
+    rows: Rows
+    passed: Callable[[], Position]
+
+    def __call__(self, target: Target, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
+        if not self.passed().truncated:
+            yield from self.rows(target, keys)
+            return
+        emptied = (batch.filter(pc.equal(batch.column("_op"), "t")) for batch in self.rows(target, keys))
+        last = max((when for batch in emptied for when in _moments(batch)), default=(-1, 0))
+        for batch in self.rows(target, keys):
+            yield batch.filter(pa.array([when > last for when in _moments(batch)], pa.bool_()))
+
+
+def _moments(events: pa.RecordBatch) -> list[tuple[int, int]]:
+    return [moment(event) for event in events.select(["_commit_lsn", "_seq"]).to_pylist()]
 
 
 @dataclass(frozen=True)
@@ -145,17 +193,15 @@ class _Within:
             text for rowset in other.shaped(other.target, other.rows(other.target, None)) for text in rowset.key_texts
         }
         for rowset in self.shaped(target, batches):
-            kept = [i for i, text in enumerate(rowset.key_texts) if text in there]
-            yield Rowset(
-                [rowset.keys[i] for i in kept],
-                [rowset.key_texts[i] for i in kept],
-                [rowset.contents[i] for i in kept],
-                [rowset.cells[i] for i in kept],
-            )
+            yield rowset.only([i for i, text in enumerate(rowset.key_texts) if text in there])
+
+
+def _position(branch: Pipeline) -> Position:
+    return Position.of(existing_record(branch))
 
 
 def _read(branch: Pipeline) -> Offsets:
-    return Position.of(existing_record(branch)).offsets
+    return _position(branch).offsets
 
 
 def _catch_up(branch: Pipeline, topics: Topics) -> None:

@@ -5,7 +5,7 @@ import { ChakraUI, React, ReactRouterDOM, h, send } from "./host.js";
 const { Alert, Button, CloseButton, Dialog, Flex, Link, Portal } = ChakraUI;
 const { useState } = React;
 
-const AT_WORK = ["streaming", "snapshotting", "restarting"];
+const AT_WORK = ["starting", "streaming", "snapshotting", "restarting"];
 const dagPath = (id) => `api/v2/dags/${encodeURIComponent(id)}`;
 
 const setPaused = (id, paused) => send("PATCH", `${dagPath(id)}?update_mask=is_paused`, { is_paused: paused });

@@ -51,7 +51,6 @@ function Troubles({ pipeline: { error, restart, waiting, slot, now } }) {
     null,
     error && h(Problem, { error, note: next, status: restart ? "warning" : "error" }),
     waiting && h(Problem, { error: { message: waiting }, status: "warning", title: "Waiting" }),
-    slot?.missing && h(Problem, { error: { message: `The source has no replication slot ${slot.name}.`, solution: "If it was not dropped on purpose, run `airflow-cdc resnapshot --all`." }, status: "warning", title: "No slot" }),
     slot?.error && h(Problem, { error: slot.error, status: "warning", title: "The source could not be asked for the slot" }),
   );
 }

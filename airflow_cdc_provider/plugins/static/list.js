@@ -148,8 +148,8 @@ const Name = ({ pipeline, to }) =>
     h(ReactRouterDOM.Link, { style: { overflow: "hidden", textOverflow: "ellipsis" }, to: to(pipeline) }, pipeline.name),
   );
 
-const Remark = ({ pipeline: { error, waiting, slot } }) => {
-  const text = error?.message ?? waiting ?? (slot?.missing ? `The source has no slot ${slot.name}.` : null);
+const Remark = ({ pipeline: { error, waiting } }) => {
+  const text = error?.message ?? waiting;
   return text && h(Text, { color: error ? "fg.error" : "fg.warning", fontSize: "xs", lineClamp: 2, overflowWrap: "anywhere", title: text }, text);
 };
 

@@ -52,7 +52,7 @@ function All({ dagId, error, narrow, pipelines, value }) {
       ? !error && h(Flex, { justify: "center", p: 10 }, h(Spinner, { "aria-label": "Loading" }))
       : pipelines.length === 0
         ? dagId
-          ? h(Nothing, { title: "No pipeline belongs to this Dag" }, h(Prose, { text: "Here stand the pipelines that a Dag was made for, or that its parameter `pipeline` has named." }))
+          ? h(Nothing, { title: "This Dag runs no pipeline." }, h(Link, { asChild: true, color: "fg.info" }, h(ReactRouterDOM.Link, { to: "/plugin/cdc" }, "All pipelines")))
           : h(Empty, { place: value.place })
         : h(PipelineList, { narrow, now: value.now, pipelines, to: (pipeline) => ({ search: `?pipeline=${encodeURIComponent(pipeline.name)}` }) }),
   );

@@ -7,11 +7,11 @@ const { Alert, Badge, Box, Code, EmptyState, Flex, Text } = ChakraUI;
 
 // The palettes are Airflow's own, of its task states. The order is that of urgency.
 export const STATES = {
-  failed: { palette: "failed", group: "attention", text: "Its last job ended with an error" },
-  lost: { palette: "failed", group: "attention", text: "Its job is gone without having ended" },
+  "needs attention": { palette: "failed", group: "attention", text: "It does not go on before somebody has looked at it" },
   invalid: { palette: "failed", group: "attention", text: "The pipeline file is wrong" },
   unreadable: { palette: "failed", group: "attention", text: "Its state cannot be read" },
   restarting: { palette: "up_for_retry", group: "attention", text: "Its job waits to try again" },
+  starting: { palette: "scheduled", group: "running", text: "A job has been submitted, and has not reported yet" },
   snapshotting: { palette: "running", group: "running", text: "Tables are being copied" },
   streaming: { palette: "success", group: "running", text: "Changes are applied as they come" },
   stopped: { palette: "queued", group: "idle", text: "No job is at work" },
@@ -40,7 +40,7 @@ export function Problem({ error, status = "error", note, title = error.kind }) {
 export const Prose = ({ text, ...style }) =>
   h(
     Text,
-    { as: "div", overflowWrap: "anywhere", ...style },
+    { as: "div", overflowWrap: "anywhere", whiteSpace: "pre-line", ...style },
     text.split("`").map((piece, i) => (i % 2 ? h(Code, { display: "inline", key: i, overflowWrap: "anywhere", size: "sm", variant: "surface" }, piece) : piece)),
   );
 

@@ -11,12 +11,12 @@ import psutil
 from airflow.sdk import DAG, TriggerRule
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.state import State
 from airflow_cdc_provider.engine.submission import read
 from airflow_cdc_provider.operators.pipeline import CdcProvisionOperator
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
+from airflow_cdc_provider.retry import CdcTaskFailed, CdcTaskRefused
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -42,9 +42,9 @@ def note_failure(context: Context) -> None:
     job: Any = context["task_state_store"].get("spark_job")
     submission = read(State(Pipeline.load(PIPELINE).state), job["submission"]) if job else None
     error = submission.error if submission is not None else None
-    cause = getattr(context.get("exception"), "__cause__", None)
-    if error is None and isinstance(cause, CdcError):
-        error = cause.as_dict()
+    failed = context.get("exception")
+    if error is None and isinstance(failed, CdcTaskFailed | CdcTaskRefused):
+        error = {"kind": failed.kind, "message": failed.message, "solution": failed.solution}
     if error is not None:
         say(context, error=error)
 

@@ -26,6 +26,12 @@ _NOT_IN_FILES = frozenset(" ,;{}()\n\t=")
 """Of the names of columns, unless these are mapped."""
 
 
+# What statements of Delta and Spark add to a table's columns, in any case, and then find twice.
+_RESERVED = frozenset({"_metadata", "deletionvectorid", "_row_dropped_", "_source_row_present_", "__condition__"})
+_RESERVED_PREFIX = "__delta_internal_"
+_CHANGE_FEED = frozenset({"_change_type", "_commit_version", "_commit_timestamp"})
+
+
 @dataclass(frozen=True)
 class Layout:
     """The settings of a Delta sink that concern its tables.
@@ -105,8 +111,8 @@ def sql_type(kind: pa.DataType) -> str:
 def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
     """Refuse a table that Delta cannot hold.
 
-    :raises UncapturableTable: when it has no key to merge by, or columns whose names differ in case only, or that files
-        cannot have.
+    :raises UncapturableTable: when it has no key to merge by, or columns whose names differ in case only, are reserved,
+        or that files cannot have.
     :raises ConfigError: when it is to be partitioned by columns that it does not have, or that Spark does not take; or
         when the catalog cannot have the names of its target.
     """
@@ -131,6 +137,12 @@ def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
                 f"{label} has columns {other} and {name}, which are one to Delta",
                 "Rename one, or leave it out by `columns` in source.tables.",
             )
+    reserved = [name for name in seen.values() if _is_reserved(layout, name)]
+    if reserved:
+        raise UncapturableTable(
+            f"{label} has columns ({', '.join(reserved)}) whose names Delta or Spark give to columns of their own",
+            "Rename them at the source, or leave them out by `columns` in source.tables.",
+        )
     if dict(layout.properties).get("delta.columnMapping.mode") == "none":
         refused = [name for name in seen.values() if _NOT_IN_FILES & set(name)]
         if refused:
@@ -152,6 +164,12 @@ def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
             f"sink.partition_by: Spark takes {', '.join(parsed)} of {label} for more than the name of a column",
             "Partition by columns without dots and backquotes in their names.",
         )
+
+
+def _is_reserved(layout: Layout, name: str) -> bool:
+    lower = name.lower()
+    feeds = dict(layout.properties).get("delta.enableChangeDataFeed", "").lower() == "true"
+    return lower in _RESERVED or lower.startswith(_RESERVED_PREFIX) or (feeds and lower in _CHANGE_FEED)
 
 
 def require_apart(layout: Layout, targets: Sequence[Target]) -> None:

@@ -14,7 +14,9 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.config import runs_locally
 from airflow_cdc_provider.engine.errors import SparkUnusable, StreamFailed
-from airflow_cdc_provider.engine.session import DEFAULTS, python_chosen
+from airflow_cdc_provider.engine.jvm import start_jvm
+from airflow_cdc_provider.engine.local_spark import local_address
+from airflow_cdc_provider.engine.session import defaults_on, python_chosen
 
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
 
@@ -44,15 +46,19 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     :param conf: for one that is started.
     :raises SparkUnusable: when it does not start, or has no Delta.
     """
-    builder = SparkSession.builder
+    builder, master = SparkSession.builder, conf.get("spark.master", "local")
+    options = {"spark.app.name": "airflow-cdc", **defaults_on(master), **conf}
     if SparkSession._instantiatedSession is None:
-        builder = builder.appName("airflow-cdc")
-        for name, value in {**DEFAULTS, **conf}.items():
+        for name, value in options.items():
             builder = builder.config(name, value)
     try:
-        with python_chosen(runs_locally(conf.get("spark.master", "local"))):
+        local = runs_locally(master)
+        with python_chosen(local, local_address(conf) if local else {}):
+            start_jvm(options, "delta")
             spark = builder.getOrCreate()
         found = spark.sparkContext.getConf().get("spark.sql.extensions", "")
+    except SparkUnusable:
+        raise
     except Exception as e:
         raise SparkUnusable(
             f"Spark does not start: {str(e).splitlines()[0]}",

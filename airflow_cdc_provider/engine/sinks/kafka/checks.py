@@ -9,7 +9,7 @@ from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.findings import Caution, Checks
-from airflow_cdc_provider.engine.kafka.addresses import Properties
+from airflow_cdc_provider.engine.kafka.addresses import Properties, readable_logins
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
@@ -24,6 +24,9 @@ def check(settings: KafkaSettings, checks: Checks, pipeline: Pipeline, tables: S
     """See :meth:`.SinkSettings.check`."""
     sink = settings.open(pipeline.name)
     checks.run("sink", lambda: f"Kafka answers at {settings.place}, cluster {sink.cluster.id()}.")
+    checks.warn_of_readable(
+        "sink", readable_logins(settings.properties, settings.registry, settings.registry_properties)
+    )
     if not checks.passed("sink"):
         return
     checks.run("commit record", partial(_journal, sink))
@@ -94,6 +97,8 @@ def _cleanup(sink: KafkaSink, targets: Sequence[Target]) -> str:
             f" as those of {keyless.table.label} are",
             "Give the table a primary key, leave it out, or let the topic have cleanup.policy delete.",
         )
+    if not sink.settings.truncates:
+        return "Topics keep the last change of each key."
     raise Caution(
         "Compacted topics take no message without a key: a TRUNCATE of a source table, or a table that is read again"
         " as a whole, will stop the pipeline."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self, cast
 
 from airflow_cdc_provider.engine.kafka.addresses import Properties, as_registry, brokers_of, secrets_of
@@ -53,6 +53,7 @@ class KafkaSettings:
     :param decimals: how Debezium's format writes ``numeric``.
     :param schemas: whether JSON in Debezium's format carries its schema.
     :param tombstones: whether a message without a value follows a delete in Debezium's format.
+    :param truncates: whether a ``TRUNCATE`` is a message.
     :param database: the source's name in Debezium's format.
     :param adopt: whether topics with messages of others are written on to.
     """
@@ -70,6 +71,7 @@ class KafkaSettings:
     decimals: Decimals = "string"
     schemas: bool = False
     tombstones: bool = True
+    truncates: bool = True
     database: str = ""
     adopt: bool = False
     schema: str = "{schema}"
@@ -100,6 +102,7 @@ class KafkaSettings:
             else "string",
             schemas=section.take("schemas", as_flag, False) if debezium else False,
             tombstones=section.take("tombstones", as_flag, True) if avro or debezium else True,
+            truncates=section.take("truncates", as_flag, False) if avro or debezium else True,
             database=section.take("database", as_text, "") if avro or debezium else "",
             adopt=section.take("adopt", as_flag, False),
             schema=section.take("schema", as_text, "{schema}"),
@@ -143,6 +146,10 @@ class KafkaSettings:
         registry = Registry(self.registry, self.registry_properties)
         return AvroFormat(registry, pipeline, self.database, self.decimals, self.tombstones)
 
+    def with_database(self, name: str) -> Self:
+        """See :meth:`.Naming.with_database`."""
+        return self if self.database or self.format == "json" else replace(self, database=name)
+
     def open(self, pipeline: str, part: str = "") -> KafkaSink:
         """See :meth:`.SinkSettings.open`."""
         from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
@@ -163,14 +170,14 @@ class KafkaSettings:
 
 
 def as_topic(value: object) -> str:
-    """A pattern of topics' names."""
-    wanted = "a pattern with {table}, and {schema} where needed, as in `shop.{schema}.{table}`"
+    """A pattern of topics' names; one without a table's name is for a single table, see ``require_apart``."""
+    wanted = "a pattern with {table} and {schema} where needed, as in `shop.{schema}.{table}`, or the name of one topic"
     text = as_text(value)
     try:
         name = text.format(pipeline="p", schema="s", table="t")
-    except (KeyError, IndexError, ValueError):
+    except (KeyError, IndexError, ValueError, AttributeError):
         raise ValueError(wanted) from None
-    if "{table}" not in text or _NOT_IN_TOPICS.search(name):
+    if _NOT_IN_TOPICS.search(name):
         raise ValueError(wanted)
     return text
 

@@ -39,7 +39,7 @@ from airflow_cdc_provider.engine.sinks.append_only import AppendOnly, only
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.changes_record import ChangesRecord, Commit
-from airflow_cdc_provider.engine.sinks.kafka import events
+from airflow_cdc_provider.engine.sinks.kafka import events, untold
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal, written
 from airflow_cdc_provider.engine.sinks.kafka.messages import pack, unpack
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
@@ -61,6 +61,7 @@ class Written:
     :param topic: for which they are.
     :param room: where they stand in the changelog.
     :param replacing: they replace what the topic amounts to, if it amounts to anything.
+    :param emptied: the number of a truncate before them that is not a message.
     """
 
     id: str
@@ -70,6 +71,7 @@ class Written:
     replacing: bool
     rows: int
     watermark: Watermark
+    emptied: int | None = None
 
 
 @dataclass(frozen=True)
@@ -440,7 +442,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
         room = _room(contents, target, lsn, replacing)
         now = int(time.time() * 1_000_000)
         blobs, rows = [], 0
-        if room.marker is not None and keys is None:
+        emptied = room.marker if keys is None and not self.settings.truncates else None
+        if room.marker is not None and keys is None and emptied is None:
             blobs.append(self._put(CHUNKS, epoch, target, topic, events.truncate(target, lsn, room.marker, now)))
         elif room.marker is not None and keys:
             gone = events.deletes(target, sorted(keys), lsn, room.marker, now)
@@ -450,14 +453,15 @@ class KafkaSink(ChangesRecord, AppendOnly):
                 read = events.read_rows(target, batch, lsn, room.seq, now)
                 blobs.append(self._put(CHUNKS, epoch, target, topic, read))
                 rows += batch.num_rows
-        return Written(uuid.uuid4().hex, topic, tuple(blobs), room, replacing, rows, finish())
+        return Written(uuid.uuid4().hex, topic, tuple(blobs), room, replacing, rows, finish(), emptied)
 
     def _read_change(self, contents: Contents, target: Target, found: Written) -> Change:
         """What the record says of rows that were read."""
         label, room = target.table.label, found.room
         read = {"lsn": format_lsn(room.lsn), "seq": room.seq, "id": found.id}
         last = room.lsn if found.blobs else last_told(contents, target)
-        return Change({"reads": {label: read}, "topics": {label: telling(found.topic.name, last, found.topic.id)}})
+        change = Change({"reads": {label: read}, "topics": {label: telling(found.topic.name, last, found.topic.id)}})
+        return change if found.emptied is None else change + untold.note(label, found.topic.id, room.lsn, found.emptied)
 
     def _require_room(self, contents: Contents, target: Target, found: Written) -> None:
         """Refuse rows that do not come behind all that is in the topic by now.
@@ -486,9 +490,10 @@ class KafkaSink(ChangesRecord, AppendOnly):
             target, relation = changes.target_of(contents, effect.label), None
             if effect.rows.num_rows:
                 topic = self.topics.require(contents, target)
-                blob = self._put(partition, epoch, target, topic, events.settled(target, effect.rows))
-                last = pc.max(effect.rows.column("commit_lsn")).as_py()
-                relation = json.dumps({"blob": blob.to_dict(), "last": last})
+                rows, truncate = (effect.rows, None) if self.settings.truncates else untold.told(effect.rows)
+                blob = self._put(partition, epoch, target, topic, events.settled(target, rows)) if len(rows) else None
+                told = {"last": pc.max(effect.rows.column("commit_lsn")).as_py(), "truncate": truncate}
+                relation = json.dumps({"blob": None if blob is None else blob.to_dict(), **told})
             columns = tuple(effect.rows.column_names)
             staged.append(Staged(effect.label, relation, effect.rows.num_rows, effect.truncate, columns))
         failpoint("before-batch-staged")
@@ -507,7 +512,8 @@ class KafkaSink(ChangesRecord, AppendOnly):
         failpoint("before-batch-commit")
         staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
         told = [(each.label, json.loads(each.relation)) for each in staged if each.relation is not None]
-        found = [(label, Blob.from_dict(relation["blob"])) for label, relation in told]
+        found = [(label, Blob.from_dict(relation["blob"])) for label, relation in told if relation["blob"]]
+        truncates = {label: relation["truncate"] for label, relation in told if relation["truncate"]}
         lasts: dict[str, int] = {}
         for label, relation in told:
             lasts[label] = max(lasts.get(label, 0), relation["last"])
@@ -521,7 +527,10 @@ class KafkaSink(ChangesRecord, AppendOnly):
                 label: telling(self.topics.name(targets[label]), last, id_told(contents, targets[label]))
                 for label, last in lasts.items()
             }
-            return Commit(changes.unit_applied(contents, end, time.time(), noted) + Change({"topics": topics}))
+            change = changes.unit_applied(contents, end, time.time(), noted) + Change({"topics": topics})
+            for label, (lsn, seq) in truncates.items():
+                change += untold.note(label, topics[label]["id"], lsn, seq)
+            return Commit(change)
 
         def data() -> Iterator[Batch]:
             for label, blob in found:

@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.kafka.ranges import MessageRange, ranges_of
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.changes import Change, Contents
+from airflow_cdc_provider.engine.sinks.kafka import untold
 from airflow_cdc_provider.engine.sinks.kafka.format import Format
 from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
@@ -161,7 +162,11 @@ class TargetTopics:
     def events(self, contents: Contents, target: Target) -> Iterator[pa.RecordBatch]:
         """All events of a target's topic that are ours, committed, and still there."""
         there = self.find(target)
-        return iter(()) if there is None else self._read(target, there, _starts(contents, target, there))
+        if there is None:
+            return
+        yield from self._read(target, there, _starts(contents, target, there))
+        if (truncate := untold.event(contents, target, there.id)) is not None:
+            yield truncate
 
     def ranges(self, contents: Contents, target: Target) -> Sequence[MessageRange]:
         """See :meth:`.Numbered.ranges`."""

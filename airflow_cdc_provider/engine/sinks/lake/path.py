@@ -25,8 +25,8 @@ def as_path(value: object) -> str:
         raise ValueError("an absolute path, or a URL such as s3://bucket/folder")
     # In Azure's, what stands before the @ is the container.
     if separator and scheme not in ("abfs", "abfss") and "@" in rest.partition("/")[0]:
-        raise ConfigError(  # which does not show the URL, unlike what becomes of a ValueError
-            f"sink.path: the URL, {scheme}://…, names a user or a password",
+        raise ConfigError(
+            "sink.path: the URL names a user or a password",
             "Give a URL without user and password; the store's library finds them in the environment.",
         )
     if _PATTERN & set(text):

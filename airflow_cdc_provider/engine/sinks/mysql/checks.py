@@ -14,14 +14,17 @@ from airflow_cdc_provider.engine.findings import Caution, Checks
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.mysql.definition import columns_of, create_table
+from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_triggers
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
 from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
-from airflow_cdc_provider.engine.sinks.mysql.targets import difference
+from airflow_cdc_provider.engine.sinks.mysql.targets import difference, mending
+from airflow_cdc_provider.engine.sinks.mysql.transport import mode_of
 
 _PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX", "TRIGGER")
 _PACKET_BYTES = 16 << 20
 # Of each a row has up to 41 bytes in its page, and half a page, 8126 bytes, in all.
 _LONG_COLUMNS = 195
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _GRANT = re.compile(r"GRANT (.+?) ON (\S+) TO ", re.DOTALL)
 
 
@@ -35,6 +38,7 @@ def check(settings: MysqlSettings, checks: Checks, pipeline: Pipeline, tables: S
         sink = checks.run("sink", opened, lambda s: f"sink {settings.place} is reachable: {s.version}.")
         if sink is None:
             return
+        checks.run("sink connection", partial(_protection, settings))
         checks.run("sink server", partial(_server, sink))
         checks.run("sink durability", partial(_durability, sink))
         checks.run("sink loading", partial(_loading, sink))
@@ -45,6 +49,22 @@ def check(settings: MysqlSettings, checks: Checks, pipeline: Pipeline, tables: S
             checks.run("sink rows", partial(_row_sizes, sink, settings, targets))
             checks.run("sink tables", partial(_definitions, sink, settings, pipeline, targets))
             checks.run("target tables", partial(_target_tables, sink, settings, pipeline, targets))
+            checks.run("target code", partial(_triggers, sink, targets))
+
+
+def _protection(settings: MysqlSettings) -> str:
+    address = Address.parse(settings.dsn)
+    mode = mode_of(address.options)
+    if "unix_socket" in address.options:
+        return "Connections to the sink do not leave this machine."
+    if mode == "disabled" and address.host not in _LOOPBACK:
+        raise Caution(f"Connections to {address.place} are not encrypted: the DSN says ssl_mode=disabled.")
+    if mode == "required":
+        raise Caution(
+            f"Connections to {address.place} are encrypted, but to whoever answers there. Give the DSN an ssl_ca, the"
+            " authority that has signed the server's certificate."
+        )
+    return f"Connections to the sink: ssl_mode {mode}."
 
 
 def _server(sink: Session) -> str:
@@ -149,6 +169,16 @@ def _definitions(sink: Session, settings: MysqlSettings, pipeline: Pipeline, tar
     return "\n".join(["Target tables that are missing are created so:", *(f"{each};" for each in statements)])
 
 
+def _triggers(sink: Session, targets: Sequence[Target]) -> str:
+    found = find_triggers(sink, targets)
+    if found:
+        raise Caution(
+            "Triggers of target tables change what is written, and one that fails stops the pipeline:"
+            f" {'; '.join(found)}."
+        )
+    return "No target table has a trigger."
+
+
 def _target_tables(sink: Session, settings: MysqlSettings, pipeline: Pipeline, targets: Sequence[Target]) -> str:
     recorded: dict[tuple[str, str], tuple[str, str]] = {}
     if sink.exists("airflow_cdc", "tables"):
@@ -173,6 +203,7 @@ def _target_tables(sink: Session, settings: MysqlSettings, pipeline: Pipeline, t
         if different:
             raise ForeignTable(
                 f"the target table {shown} exists, but is not as it has to be ({different})",
-                "Drop the table, so that it is created, or create it as shown above.",
+                "Drop the table, so that it is created, or create it as shown above:"
+                f" {mending(sink, target, settings.mode) or 'in full'}",
             )
     return "No target table has rows of others, and those that exist are as they have to be."

@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from airflow_cdc_provider.engine.catalog import Column, Table
 from airflow_cdc_provider.engine.errors import CannotFollow, UncapturableTable
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Target
+from airflow_cdc_provider.engine.sinks.mysql import limits
 from airflow_cdc_provider.engine.sinks.mysql.load import Field, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import quoted
 from airflow_cdc_provider.engine.sinks.mysql.types import COUNTER, LETTER, MOMENT, POSITION, WORDS, Kind, kinds_of
@@ -36,8 +38,11 @@ CHANGELOG_COLUMNS: Mapping[str, Kind] = {
 """Names and kinds of the columns that a changelog has beside the source's; an LSN is a number, so that it sorts."""
 
 _REQUIRED = ("_op", "_commit_lsn", "_seq")
-_MOST_COLUMNS = 1017
+# InnoDB's own columns, in any case.
+_RESERVED = ("db_row_id", "db_trx_id", "db_roll_ptr", "fts_doc_id")
+_OLD_NAMES = "#mysql50#"
 _LONGEST_NAME = 64
+_MARIADB_COLLATION = "utf8mb4_nopad_bin"
 _INTEGERS = ("SMALLINT", "INT", "BIGINT")
 _AS_TEXT = ("SMALLINT", "INT", "INT UNSIGNED", "BIGINT", "DATE", "CHAR(36)")
 _SIZED = re.compile(r"(VARCHAR|VARBINARY|DECIMAL)\((\d+)(?:,(\d+))?\)")
@@ -48,8 +53,8 @@ def comment(pipeline: str, token: str = "") -> str:
     return f"airflow_cdc {pipeline} {token}".strip()
 
 
-def refuse_names(target: Target, mode: Mode) -> None:
-    """Refuse a table whose names MySQL cannot have: they are compared without regard to case, and have limits.
+def refuse_names(target: Target, mode: Mode, collation: str) -> None:
+    """Refuse a table that MySQL cannot have: names are compared without regard to case, and rows have limits.
 
     :raises UncapturableTable: naming what is in the way.
     """
@@ -60,17 +65,21 @@ def refuse_names(target: Target, mode: Mode) -> None:
     odd = [
         n
         for n in (target.schema, target.name, *names)
-        if n != n.rstrip() or len(n) > _LONGEST_NAME or max(n) > "\uffff"
+        if n != n.rstrip() or len(n) > _LONGEST_NAME or max(n) > "\uffff" or n.startswith(_OLD_NAMES)
     ]
     if twice:
         same = " and ".join(repr(name) for name in every if name.lower() == twice[0])
         trouble = f"its columns {same} have one name for MySQL"
     elif odd:
         trouble = f"MySQL takes no name like {odd[0]!r}"
-    elif len(every) > _MOST_COLUMNS:
-        trouble = f"it has {len(every)} columns, of which MySQL takes {_MOST_COLUMNS}"
+    elif reserved := [name for name in names if name.lower() in _RESERVED]:
+        trouble = f"InnoDB has a column {reserved[0]} of its own in every table"
     elif mode == "mirror" and not target.table.key:
         trouble = "it has no key, by which the rows of a mirror in MySQL are found"
+    else:
+        mirror = mode == "mirror"
+        columns, key = columns_of(target.table, mode, collation), target.table.key if mirror else ()
+        trouble = limits.trouble(columns, key, mirror, collation == _MARIADB_COLLATION)
     if trouble:
         raise UncapturableTable(
             f"{target.table.label} cannot be copied to MySQL: {trouble}",
@@ -100,7 +109,7 @@ def create_table(target: Target, mode: Mode, collation: str, pipeline: str, name
     :param name: its quoted name, if it is not to be the target's.
     :raises UncapturableTable: when MySQL cannot have such a table.
     """
-    refuse_names(target, mode)
+    refuse_names(target, mode, collation)
     lines = [f"{quoted(name)} {kind}" for name, kind in columns_of(target.table, mode, collation).items()]
     if mode == "mirror":
         lines.append(f"PRIMARY KEY ({', '.join(map(quoted, target.table.key))})")
@@ -129,7 +138,7 @@ def alteration(
     :raises RowsNeeded: when the values that its rows need are the source's alone.
     :raises CannotFollow: when old values of a changelog cannot be converted.
     """
-    refuse_names(target, mode)
+    refuse_names(target, mode, collation)
     change = redefinition(shape, target.table)
     old, new = columns_of(shape, mode, collation), columns_of(target.table, mode, collation)
     kinds = kinds_of(target.table)
@@ -203,14 +212,43 @@ def _keeps(old: str, new: str) -> bool:
     return new == "LONGBLOB" and bool(before and before[1] == "VARBINARY")
 
 
-def differing(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
-    """The columns that a table lacks, or has with another type.
+@dataclass(frozen=True)
+class Differing:
+    """A column that a table lacks, or has with a type that does not keep the source's values.
+
+    :param found: its type as the server tells it; empty without it.
+    :param wanted: its definition.
+    """
+
+    name: str
+    found: str
+    wanted: str
+
+    def __str__(self) -> str:
+        told = self.wanted.partition(" CHARACTER SET ")[0].partition(" ")[0]
+        return f"column {self.name} is {self.found or 'missing'}, and has to be {told}"
+
+    @property
+    def clause(self) -> str:
+        """What an ALTER TABLE has to do about it."""
+        return f"{'MODIFY' if self.found else 'ADD'} COLUMN {quoted(self.name)} {self.wanted}"
+
+
+def differing(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[Differing]:
+    """Compare the columns of a table with those that it has to have; wider numbers and longer keys are as good.
 
     :param found: types of its columns as the server tells them, by name.
     :param wanted: their definitions.
     """
     names = {name.lower(): kind for name, kind in found.items()}
-    return [name for name, kind in wanted.items() if names.get(name.lower(), "") != _told(kind)]
+    compared = [Differing(name, names.get(name.lower(), ""), kind) for name, kind in wanted.items()]
+    return [each for each in compared if each.found != _told(each.wanted) and not _is_wider(each)]
+
+
+def _is_wider(column: Differing) -> bool:
+    """Whether a column's type keeps every value, and writes it alike."""
+    there = column.found.upper()
+    return there.startswith((*_INTEGERS, "VARCHAR", "VARBINARY", "DECIMAL")) and _keeps(column.wanted, there)
 
 
 def _told(definition: str) -> str:

@@ -6,11 +6,8 @@ mode: it changes what does not fit, skips rows whose key is there, and only warn
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -82,16 +79,14 @@ class Loader:
                 names.append(quoted(field.name))
         cells = [pc.fill_null(_cell(column, field.kind), "NULL") for column, field in zip(columns, fields, strict=True)]
         lines = join_texts(join_texts(*cells, between=","), "\n")
-        with _file() as file:
-            file.write(_bytes(lines))
-            file.flush()
-            file.seek(0)
-            assigned = f" SET {', '.join(settings)}" if settings else ""
-            loaded = self._session.run(
-                f"LOAD DATA LOCAL INFILE '/dev/fd/{file.fileno()}' INTO TABLE {table} CHARACTER SET utf8mb4"
-                " FIELDS TERMINATED BY ',' OPTIONALLY ENCLOSED BY '\"' ESCAPED BY '' LINES TERMINATED BY '\\n'"
-                f" ({', '.join(names)}){assigned}"
-            )
+        assigned = f" SET {', '.join(settings)}" if settings else ""
+        loaded = self._session.load(
+            f"{table} CHARACTER SET utf8mb4"
+            " FIELDS TERMINATED BY ',' OPTIONALLY ENCLOSED BY '\"' ESCAPED BY '' LINES TERMINATED BY '\\n'"
+            f" ({', '.join(names)}){assigned}",
+            _bytes(lines),
+            self._packet,
+        )
         # The server keeps as many messages as it is set to, which may be none; it counts them all.
         (warned,) = self._session.one("SHOW COUNT(*) WARNINGS")
         if warned or loaded != count:
@@ -101,6 +96,7 @@ class Loader:
                 f"the target table of {label} cannot hold a value: {said}",
                 "Nothing of the unit was applied. Give the target's column the type that a new table would have, or"
                 " remove what stands in the row's place, then start again.",
+                f"the target table of {label} cannot hold a value",
             )
 
     def _insert(self, table: str, fields: Sequence[Field], columns: Sequence[pa.Array], count: int, label: str) -> None:
@@ -151,6 +147,7 @@ def _refuse(texts: pa.Array, wrong: pa.Array, field: Field, label: str, why: str
         "Nothing of the unit was applied, and trying again does not help. Change the value at the source, or leave the"
         " column out by `columns` in the pipeline file; if the change is in the log already, then run `airflow-cdc"
         " resnapshot --all`, which goes on without it.",
+        f"column {field.title or field.name!r} of {label} has a value {why}",
     )
 
 
@@ -200,10 +197,3 @@ def _bytes(lines: pa.Array) -> memoryview:
     _, offsets, data = lines.cast(_Texts).buffers()
     ends = np.frombuffer(offsets, np.int64)[lines.offset : lines.offset + len(lines) + 1]
     return memoryview(data)[ends[0] : ends[-1]]
-
-
-def _file() -> IO[bytes]:
-    """A file that the driver can open by its number, in memory where the system has that."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("airflow-cdc"), "w+b")
-    return tempfile.TemporaryFile()

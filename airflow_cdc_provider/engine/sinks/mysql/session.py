@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,15 +28,18 @@ from airflow_cdc_provider.engine.errors import (
     ConfigError,
     ConnectionFailed,
     LimitExceeded,
+    LoginRefused,
     MissingPrivilege,
     ServerNotReady,
     StreamFailed,
     TargetConflict,
+    UntrustedServer,
     ValueRefused,
 )
+from airflow_cdc_provider.engine.sinks.mysql import transport
 
 if TYPE_CHECKING:
-    import pymysql
+    from airflow_cdc_provider.engine.sinks.mysql.wire import WaryConnection
 
 LOCK_SECONDS = 60.0
 """How long a transaction in the sink waits for a lock."""
@@ -63,14 +68,34 @@ _MYSQL_SETTINGS = {"max_execution_time": 0}
 _OLDEST = {True: (10, 6, 0), False: (8, 0, 17)}
 _DEFAULT_PORT = 3306
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "unix_socket"})
+_OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "ssl_mode", "unix_socket"})
 
+_LOGIN_REFUSED = {1045, 1130, 1698, 1862, 3118, 4151}
 _LOCKED = {1205, 1213, 3572, 4031}
 _DENIED = {1044, 1142, 1143, 1227, 1370}
 _LOST = {0, 1053, 1040, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2013, 2014, 2055}
 _READ_ONLY = {1290, 1792, 1836, 3100}
-_CONFLICTS = {1062, 1169, 1451, 1452, 1216, 1217, 1442, 1644, 3819, 4025}
-_VALUES = {1048, 1264, 1265, 1292, 1300, 1364, 1366, 1406, 1411, 1690, 1911, 3140, 4078}
+_NOTHING = "Nothing of the unit was applied."
+_DEFERRED = "Rows of different tables are applied one table after the other, and many transactions at once:"
+_CONFLICTS = {
+    **dict.fromkeys((1062, 1169), f"{_DEFERRED} drop the unique index beside the key, then start again."),
+    **dict.fromkeys((1451, 1452, 1216, 1217), f"{_DEFERRED} drop the foreign key, then start again."),
+    **dict.fromkeys((1442, 1644), "Mend the trigger that refuses them, or drop it, then start again."),
+    **dict.fromkeys((3819, 4025), "Drop the check (ALTER TABLE … DROP CONSTRAINT …), then start again."),
+    **dict.fromkeys((1906, 3105), "Make the generated column a plain one (ALTER TABLE … MODIFY …), then start again."),
+    **dict.fromkeys((1288, 1347, 1471), "Drop or rename the view, so that a table is created, then start again."),
+    1526: "Create a partition that takes the row (ALTER TABLE … ADD PARTITION …), then start again.",
+}
+"""By number: the refusals of what others have made of a target table, and what helps."""
+_VALUES = {
+    **dict.fromkeys(
+        (1264, 1265, 1292, 1300, 1366, 1406, 1411, 1690, 1911, 3140, 4078),
+        f"{_NOTHING} Give the column the type that `airflow-cdc` creates it with, then start again.",
+    ),
+    1048: f"{_NOTHING} Let the column take NULL (ALTER TABLE … MODIFY … NULL), then start again.",
+    1364: f"{_NOTHING} The source has no such column: give it a default, or let it take NULL, then start again.",
+}
+"""By number: the refusals of values, and what helps."""
 _ROW_TOO_LARGE = 1118
 _UNKNOWN_TABLE = {1049, 1051, 1146}
 
@@ -79,7 +104,7 @@ _UNKNOWN_TABLE = {1049, 1051, 1146}
 class Address:
     """Where a server is and who logs in.
 
-    :param options: of the DSN's query: ``ssl_ca``, ``ssl_cert``, ``ssl_key`` (paths), ``unix_socket``.
+    :param options: of the DSN's query: ``ssl_mode``, ``ssl_ca``, ``ssl_cert``, ``ssl_key`` (paths), ``unix_socket``.
     """
 
     host: str
@@ -107,6 +132,7 @@ class Address:
             raise ValueError(wanted)
         if not options.keys() <= _OPTIONS:
             raise ValueError(f"{wanted}, with parameters of {', '.join(sorted(_OPTIONS))}")
+        transport.mode_of(options)
         return cls(
             unquote(parts.hostname or "localhost"),
             port or _DEFAULT_PORT,
@@ -120,21 +146,40 @@ class Address:
         """The server, without the user and the password."""
         return f"{self.host}:{self.port}"
 
-    def connect(self) -> pymysql.Connection[Any]:
-        """Open a bare connection."""
-        connection: pymysql.Connection[Any] = driver().connect(
+    def connect(self) -> WaryConnection:
+        """Open a bare connection.
+
+        :raises UntrustedServer: when it would not be protected as :mod:`.transport` says.
+        """
+        driver()
+        from airflow_cdc_provider.engine.sinks.mysql.wire import WaryConnection
+
+        context = transport.context(self.options)
+        connection = WaryConnection(
+            tls=context is not None,
             host=self.host,
             port=self.port,
             user=self.user,
             password=self.password,
             charset="utf8mb4",
             autocommit=True,
-            local_infile=True,
             connect_timeout=CONNECT_SECONDS,
             defer_connect=True,
-            **self.options,
+            unix_socket=self.options.get("unix_socket"),
+            ssl=context,
+            ssl_disabled=context is None,
         )
-        connection.connect(None if "unix_socket" in self.options else self._socket())
+        try:
+            connection.connect(None if "unix_socket" in self.options else self._socket())
+        except driver().MySQLError as e:
+            cause = getattr(e, "original_exception", None)
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                raise UntrustedServer(
+                    f"the certificate of {self.place} is not to be trusted: {cause.verify_message}",
+                    "Give `sink.dsn` the authority that has signed it (`ssl_ca`), and the host by the name that stands"
+                    " in it; `ssl_mode=verify_ca` passes over the name.",
+                ) from e
+            raise
         return connection
 
     def _socket(self) -> socket.socket:
@@ -176,7 +221,7 @@ def literally(sql: str) -> str:
 class Session:
     """A connection that is set as described above; statements outside of transactions commit by themselves."""
 
-    def __init__(self, connection: pymysql.Connection[Any], place: str) -> None:
+    def __init__(self, connection: WaryConnection, place: str) -> None:
         self._connection = connection
         self.place = place
         version = str(self.one("SELECT VERSION()")[0])
@@ -194,6 +239,19 @@ class Session:
         """Execute a statement; the rows that it has changed."""
         with self._connection.cursor() as cursor:
             return int(cursor.execute(statement, parameters))
+
+    def load(self, into: str, data: memoryview, packet: int) -> int:
+        """Load lines into a table, which are offered to the server for that moment; the rows that were loaded.
+
+        :param into: the table, and how the lines are to be read, as LOAD DATA has it.
+        :param packet: bytes that the server takes at a time.
+        """
+        name = f"airflow-cdc-{secrets.token_hex(8)}"
+        self._connection.offered = (name, data, packet)
+        try:
+            return self.run(f"LOAD DATA LOCAL INFILE '{name}' INTO TABLE {into}")
+        finally:
+            self._connection.offered = None
 
     def rows(self, query: str, parameters: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
         """Execute a query and return its rows."""
@@ -350,15 +408,21 @@ def _whole(seconds: float) -> int:
 def session(address: Address) -> Iterator[Session]:
     """A session, whose errors are the engine's.
 
-    :raises ConnectionFailed: when the server cannot be reached or refuses the login.
+    :raises ConnectionFailed: when the server cannot be reached or, as :class:`.LoginRefused`, refuses the login.
     """
     pymysql = driver()
     try:
         connection = address.connect()
     except (pymysql.MySQLError, OSError, RuntimeError) as e:
+        if code_of(e) in _LOGIN_REFUSED:
+            raise LoginRefused(
+                f"{address.place} refuses the login: {said(e)}",
+                "Correct user and password in `sink.dsn`, or have the server admit that user from this host (ALTER"
+                " USER).",
+            ) from e
         raise ConnectionFailed(
-            f"{address.place} cannot be reached, or refuses the login: {said(e)}",
-            "Check host, port, user and password of `sink.dsn`, and that the server runs.",
+            f"{address.place} cannot be reached: {said(e)}",
+            "Check host and port of `sink.dsn`, and that the server runs.",
         ) from e
     opened: Session | None = None
     try:
@@ -434,14 +498,14 @@ def failure(error: BaseException, place: str, held: Session | None = None) -> Cd
     if code in _CONFLICTS:
         return TargetConflict(
             f"a target table on {place} refuses a change of the source: {words}",
-            "Rows of different tables are applied one table after the other, and many transactions at once: drop the"
-            " constraint, the unique index or the trigger that refuses them, then start again.",
+            _CONFLICTS[code],
+            f"a target table on {place} refuses a change of the source (error {code})",
         )
     if code in _VALUES:
         return ValueRefused(
             f"a target table on {place} cannot hold a value: {words}",
-            "Nothing of the unit was applied. Give the column the type that `airflow-cdc` creates it with, then start"
-            " again.",
+            _VALUES[code],
+            f"a target table on {place} cannot hold a value (error {code})",
         )
     if code == 1153:
         return LimitExceeded(f"a row is larger than {place} takes: {words}", LimitExceeded.remedy)
@@ -450,6 +514,7 @@ def failure(error: BaseException, place: str, held: Session | None = None) -> Cd
     return StreamFailed(
         f"{place}: {words} ({code})",
         "If it persists, look at the server's log. Start again: what has been committed stays.",
+        f"{place}: error {code}",
     )
 
 

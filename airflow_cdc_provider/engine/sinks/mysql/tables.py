@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.sides import Key
 from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.mysql.definition import CHANGELOG_COLUMNS, Mode
 from airflow_cdc_provider.engine.sinks.mysql.load import Field, Loader, constant
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.types import (
     COUNTER,
     FLAG,
@@ -188,9 +188,10 @@ class TableStatements:
         ]
         if MISSING in columns:
             fields.append(f"{_FILLED} TINYINT NOT NULL DEFAULT 0")
-        self._session.run(
-            f"CREATE TABLE {quoted('airflow_cdc', relation)} ({', '.join(fields)}) ENGINE=InnoDB ROW_FORMAT=DYNAMIC"
-        )
+        with row_of(self._label):
+            self._session.run(
+                f"CREATE TABLE {quoted('airflow_cdc', relation)} ({', '.join(fields)}) ENGINE=InnoDB ROW_FORMAT=DYNAMIC"
+            )
 
     def fill_staging(self, relation: str, rows: pa.Table) -> int:
         """Load rows into it."""

@@ -12,6 +12,7 @@ from airflow_cdc_provider.engine.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.definition import (
+    Differing,
     Mode,
     alteration,
     columns_of,
@@ -21,6 +22,7 @@ from airflow_cdc_provider.engine.sinks.mysql.definition import (
     told_type,
 )
 from airflow_cdc_provider.engine.sinks.mysql.fence import MysqlFence
+from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_obstacle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 
 
@@ -87,7 +89,8 @@ class MysqlTargets(MysqlFence):
             return True
         raise ForeignTable(
             f"the target table {shown} exists, but is not as it has to be ({difference(opened, target, self.mode)})",
-            f"Drop the table, so that it is created, or create it so: {' '.join(wanted.split())}",
+            f"Drop the table, so that it is created, or create it so: {' '.join(wanted.split())};"
+            f" {mending(opened, target, self.mode)}".rstrip(),
         )
 
     def _adopt(self, opened: Session, target: Target, start: int) -> None:
@@ -127,18 +130,39 @@ class MysqlTargets(MysqlFence):
         return alteration(shape, target, self.mode, opened.collation, present, rows_stay)
 
 
+def mending(opened: Session, target: Target, mode: Mode) -> str:
+    """The ALTER TABLE that gives a table the columns that it has to have; empty if it has them."""
+    clauses = ", ".join(each.clause for each in _differing(opened, target, mode))
+    return f"ALTER TABLE {quoted(target.schema, target.name)} {clauses};" if clauses else ""
+
+
+def _differing(opened: Session, target: Target, mode: Mode) -> list[Differing]:
+    found = opened.rows(
+        "SELECT column_name, column_type FROM information_schema.columns WHERE table_schema = %s AND table_name = %s",
+        [target.schema, target.name],
+    )
+    types = {str(name): told_type(str(kind)) for name, kind in found}
+    return differing(types, columns_of(target.table, mode, opened.collation))
+
+
 def difference(opened: Session, target: Target, mode: Mode) -> str:
     """In what a table is not as it has to be; empty if in nothing."""
     where = [target.schema, target.name]
+    wanted_columns = columns_of(target.table, mode, opened.collation)
+    required = [name for name, kind in wanted_columns.items() if kind.endswith(" NOT NULL")]
+    if mode == "mirror":
+        required = list(wanted_columns)  # what the source has
+    obstacle = find_obstacle(opened, target, wanted_columns, required)
+    if obstacle:
+        return obstacle
     found = opened.rows(
-        "SELECT column_name, column_type, character_set_name, collation_name FROM information_schema.columns"
+        "SELECT column_name, character_set_name, collation_name FROM information_schema.columns"
         " WHERE table_schema = %s AND table_name = %s",
         where,
     )
-    types = {str(name): told_type(str(kind)) for name, kind, _, _ in found}
-    different = differing(types, columns_of(target.table, mode, opened.collation))
+    different = _differing(opened, target, mode)
     if different:
-        return f"columns {', '.join(different)}"
+        return "; ".join(map(str, different))
     (engine,) = opened.one(
         "SELECT engine FROM information_schema.tables WHERE table_schema = %s AND table_name = %s", where
     )
@@ -154,7 +178,7 @@ def difference(opened: Session, target: Target, mode: Mode) -> str:
     # Under another collation two keys of the source may be one; another character set does not have every character.
     key = {name.lower() for name in target.table.key} if mode == "mirror" else set()
     wanted = {name.lower() for name in columns_of(target.table, mode, opened.collation)}
-    for name, _, characters, collation in found:
+    for name, characters, collation in found:
         if str(name).lower() in wanted and characters is not None:
             if characters != "utf8mb4":
                 return f"character set {characters} of column {name}"

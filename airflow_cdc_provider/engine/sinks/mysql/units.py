@@ -136,6 +136,12 @@ class MysqlUnits(MysqlRecord):
         failpoint("after-batch-commit")
         return not skip
 
+    def rehearse(self, epoch: int, pieces: Sequence[StagedPiece]) -> None:
+        """See :meth:`.base.Rehearsing.rehearse`."""
+        with self._transaction(epoch, "update") as (opened, _):
+            self._apply(opened, pieces)
+            opened.rollback()
+
     def _apply(self, opened: Session, pieces: Sequence[StagedPiece]) -> None:
         targets = self._targets(opened)
         missing: dict[str, set[tuple[str, ...]]] = {}

@@ -14,7 +14,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import Connection, connect, row, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, connect, describe, row, rows, scalar
 from airflow_cdc_provider.engine.errors import (
     ConfigError,
     ForeignTable,
@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.errors import (
     ServerNotReady,
     SinkIsSource,
 )
-from airflow_cdc_provider.engine.findings import Checks
+from airflow_cdc_provider.engine.findings import Caution, Checks, Finding
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.privileges import (
     may_execute,
@@ -30,6 +30,22 @@ from airflow_cdc_provider.engine.privileges import (
     schema_privileges,
     table_privileges,
     takes_writes,
+)
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.postgres.definition import wanted_columns
+from airflow_cdc_provider.engine.sinks.postgres.obstacles import (
+    find_cautions,
+    find_code_of_others,
+    find_obstacles,
+    listed,
+    require_clear,
+)
+from airflow_cdc_provider.engine.sinks.postgres.packed import require_width
+from airflow_cdc_provider.engine.sinks.postgres.prepared import (
+    future_columns,
+    misfits,
+    require_kept,
+    target_columns,
 )
 from airflow_cdc_provider.engine.sinks.postgres.settings import PostgresSettings
 from airflow_cdc_provider.engine.sinks.settings import Mode
@@ -65,7 +81,24 @@ def check(
             targets = [target_name(pipeline, table) for table in tables]
             checks.run("sink schemas", partial(_schema_names, targets))
             checks.run("sink privileges", partial(_may_write, sink, targets, settings.mode))
-            checks.run("target tables", partial(_target_tables, sink, pipeline, tables))
+            if checks.passed("sink privileges"):  # without, a schema or table may not be looked into
+                checks.run("target tables", partial(_target_tables, sink, settings, pipeline, tables))
+                checks.run("target obstacles", partial(_obstacles, sink, pipeline, tables))
+                checks.run("target constraints", partial(_constraints, sink, pipeline, tables))
+                checks.run("target code", partial(_code_of_others, sink, pipeline, tables))
+
+
+def check_server(dsn: str, mode: Mode = "mirror") -> list[Finding]:
+    """Check a target server, whatever tables it will take; changes nothing."""
+    checks = Checks()
+    opened = checks.run(
+        "target", partial(connect, dsn, "airflow-cdc preflight"), lambda _: f"target {describe(dsn)} is reachable."
+    )
+    if opened is not None:
+        with closing(opened) as sink:
+            checks.run("target functions", partial(may_execute, sink, _FUNCTIONS))
+            checks.run("target privileges", partial(_may_write, sink, (), mode))
+    return checks.findings
 
 
 def _identity(source: Connection, sink: Connection, place: str) -> str:
@@ -140,7 +173,7 @@ def _may_select(connection: Connection, table: tuple[str, str]) -> bool:
     ).get(table[0], [])
 
 
-def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+def _target_tables(sink: Connection, settings: PostgresSettings, pipeline: Pipeline, tables: Sequence[Table]) -> str:
     recorded: dict[tuple[str, str], tuple[str, str]] = {}
     if _may_select(sink, (_SCHEMA, "tables")):
         query = f"SELECT target_schema, target_table, pipeline, source_table FROM {_SCHEMA}.tables"
@@ -162,4 +195,49 @@ def _target_tables(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]
                 f"the target table {schema}.{name} exists and has rows that pipeline {pipeline.name!r} did not write",
                 advice,
             )
-    return "No target table has rows of others."
+        if "USAGE" in schema_privileges(sink, [schema]).get(schema, ["USAGE"]):  # else it may not be looked into
+            _keeps_values(sink, settings, Target(table, schema, name))
+    return "No target table has rows of others, and those that exist keep the source's values."
+
+
+def _keeps_values(sink: Connection, settings: PostgresSettings, target: Target) -> None:
+    """Refuse columns that lose something, of a table that is there, or of types that are there."""
+    found, wanted = target_columns(sink, target), wanted_columns(sink, settings.mode, target)
+    names = None if found else [column.name for column in target.table.columns]
+    wrong = misfits(sink, target, found or future_columns(sink, target), wanted, names)
+    require_kept(target, wrong, settings.types == "convert")
+
+
+def _recorded_targets(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
+    """The targets as they are recorded; of tables that are new, as the source defines them."""
+    recorded: dict[str, Target] = {}
+    if _may_select(sink, (_SCHEMA, "tables")):
+        query = f"SELECT definition, target_schema, target_table FROM {_SCHEMA}.tables WHERE pipeline = %s"
+        for definition, schema, name in rows(sink, query, [pipeline.name]):
+            target = Target(Table.from_dict(definition), schema, name)
+            recorded[target.table.label] = target
+    return [recorded.get(table.label) or Target(table, *target_name(pipeline, table)) for table in tables]
+
+
+def _obstacles(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    targets = _recorded_targets(sink, pipeline, tables)
+    for target in targets:
+        require_width(target, pipeline.sink.mode)
+    require_clear(find_obstacles(sink, targets, pipeline.sink.mode))
+    return "No target table refuses what the sink writes."
+
+
+def _constraints(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    found = find_cautions(sink, _recorded_targets(sink, pipeline, tables), pipeline.sink.mode)
+    if found:
+        raise Caution(f"Target tables may refuse rows that the source has: {listed(found)}.")
+    return "No target table is stricter than its source."
+
+
+def _code_of_others(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+    """Warn of those who can run code as the sink's role: a trigger runs as the role that writes."""
+    found = find_code_of_others(sink, _recorded_targets(sink, pipeline, tables), pipeline.sink.mode)
+    if found:
+        user = quoted_user(sink)
+        raise Caution(f"Triggers of target tables, which owners can make, run as role {user}: {listed(found)}.")
+    return "No trigger of a target table runs as the sink's role, and nobody else can make one."

@@ -7,7 +7,7 @@ dropped is left as it is, and gets no values any more.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -16,10 +16,13 @@ import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.connection import Connection, row, rows, scalar
 from airflow_cdc_provider.engine.errors import CannotFollow, ForeignTable, MissingPrivilege
 from airflow_cdc_provider.engine.evolution import Redefinition, redefinition
 from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Target
+from airflow_cdc_provider.engine.sinks.postgres.obstacles import find_obstacles, require_clear
+from airflow_cdc_provider.engine.sinks.postgres.packed import require_width
+from airflow_cdc_provider.engine.sinks.postgres.prepared import Misfit, misfits, require_kept, target_columns
 
 CHANGELOG_COLUMNS = {
     "_op": '"char" NOT NULL',
@@ -32,6 +35,10 @@ CHANGELOG_COLUMNS = {
 }
 """Names and types of the columns that a changelog has beside the source's."""
 
+CHANGELOG_TYPES = {name: kind.removesuffix(" NOT NULL") for name, kind in CHANGELOG_COLUMNS.items()}
+"""The same, without what is demanded of them."""
+_SPELLED = {"timestamptz": "timestamp with time zone"}
+
 # Their values name objects and roles of one server, or are taken by no input function: elsewhere they are but text.
 _TEXT_ONLY = frozenset(
     {
@@ -41,6 +48,18 @@ _TEXT_ONLY = frozenset(
         *("pg_brin_bloom_summary", "pg_brin_minmax_multi_summary"),
     }
 )
+
+_KNOWN = """
+WITH RECURSIVE beneath AS (
+    SELECT typbasetype AS type, typtypmod AS modifier FROM pg_type WHERE oid = to_regtype(%(type)s) AND typtype = 'd'
+    UNION ALL
+    SELECT t.typbasetype, t.typtypmod FROM beneath b JOIN pg_type t ON t.oid = b.type AND t.typtype = 'd'
+)
+SELECT to_regtype(%(type)s) IS NOT NULL, (
+    SELECT format_type(b.type, b.modifier) FROM beneath b JOIN pg_type t ON t.oid = b.type WHERE t.typtype <> 'd'
+)
+"""
+"""Whether a type is known, and the one beneath it if it is a domain."""
 
 _REFUSALS = (
     psycopg2.DataError,
@@ -52,10 +71,19 @@ _REFUSALS = (
 )
 
 
-def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
+def prepare_target(
+    connection: Connection,
+    pipeline: str,
+    mode: Literal["mirror", "changelog"],
+    target: Target,
+    convert: bool = False,
+) -> None:
     """Create a target table, or accept it if it is ours or empty, and record it.
 
-    :raises ForeignTable: when it has rows that are not ours, or is another pipeline's.
+    :param convert: accept columns whose types do not keep the source's values.
+    :raises ForeignTable: when it has rows that are not ours, or is another pipeline's, or lacks columns, or has some
+        that do not keep the source's values.
+    :raises TargetConflict: when it would refuse or change what is written.
     """
     table = sql.Identifier(target.schema, target.name)
     ours = rows(
@@ -73,17 +101,13 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
             " did not write",
             "Empty or drop the table, or give the pipeline another target schema (`sink.schema`).",
         )
-    if exists and not ours and mode == "mirror" and target.table.key and not _has_key(connection, table, target):
-        raise ForeignTable(
-            f"the target table {target.schema}.{target.name} exists, but has no unique key on"
-            f" ({', '.join(target.table.key)})",
-            "Drop the table, so that it is created as it has to be, or give it that primary key.",
-        )
+    require_width(target, mode)
+    require_clear(find_obstacles(connection, [target], mode))
     if not exists:
         schema = sql.Identifier(target.schema)
         if scalar(connection, "SELECT to_regnamespace(%s)", [schema.as_string(connection)]) is None:
             rows(connection, sql.SQL("CREATE SCHEMA {}").format(schema))
-        definitions = [_definition(connection, column) for column in target.table.columns]
+        definitions = [_definition(connection, mode, column) for column in target.table.columns]
         if mode == "changelog":
             definitions += [
                 sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in CHANGELOG_COLUMNS.items()
@@ -92,30 +116,52 @@ def prepare_target(connection: Connection, pipeline: str, mode: Literal["mirror"
             key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
             definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
         rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
-        if mode == "changelog":
-            allow_null(connection, table)
+        if mode == "changelog" or not target.table.key:
+            # A publication of all tables would refuse to update or delete rows that nothing identifies.
+            rows(connection, sql.SQL("ALTER TABLE {} REPLICA IDENTITY FULL").format(table))
+    if not ours:
+        require_kept(target, _misfits(connection, mode, target), convert)
     record_target(connection, pipeline, target)
 
 
-def adopt_target(connection: Connection, pipeline: str, mode: Literal["mirror", "changelog"], target: Target) -> None:
+def _misfits(connection: Connection, mode: Literal["mirror", "changelog"], target: Target) -> list[Misfit]:
+    """Compare the columns of a target table with those that it would be created with."""
+    return misfits(connection, target, target_columns(connection, target), wanted_columns(connection, mode, target))
+
+
+def wanted_columns(connection: Connection, mode: Literal["mirror", "changelog"], target: Target) -> dict[str, str]:
+    """The columns that a target table is created with, and their types."""
+    columns = {column.name: column_type(connection, mode, column).bare for column in target.table.columns}
+    if mode == "changelog":
+        columns |= {name: _SPELLED.get(kind, kind) for name, kind in CHANGELOG_TYPES.items()}
+    return columns
+
+
+def adopt_target(
+    connection: Connection,
+    pipeline: str,
+    mode: Literal["mirror", "changelog"],
+    target: Target,
+    convert: bool = False,
+) -> None:
     """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced.
 
+    :param convert: see :func:`prepare_target`.
     :raises ForeignTable: when it is not defined as its source table is now, or is another pipeline's.
     """
     table = sql.Identifier(target.schema, target.name)
     _refuse_anothers(connection, pipeline, target)
-    wanted = {column.name: column_type(connection, column).bare for column in target.table.columns}
+    require_clear(find_obstacles(connection, [target], mode))
+    wanted = wanted_columns(connection, mode, target)
     query = (
-        "SELECT attname::text, format_type(atttypid, atttypmod) FROM pg_attribute"
+        "SELECT attname::text FROM pg_attribute"
         " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped AND attgenerated = ''"
     )
-    found = dict(rows(connection, query, [table.as_string(connection)]))
-    if mode == "changelog":  # it has types beneath domains, and keeps columns that are gone
-        loose = [column.name for column in target.table.columns if not column.builtin]
-        wanted |= CHANGELOG_COLUMNS
-        wanted |= {name: found[name] for name in (*loose, *CHANGELOG_COLUMNS) if name in found}
-        found = {name: kind for name, kind in found.items() if name in wanted}
-    if found != wanted or (mode == "mirror" and target.table.key and not _has_key(connection, table, target)):
+    found = {name for (name,) in rows(connection, query, [table.as_string(connection)])}
+    if mode == "changelog":  # it keeps columns that are gone
+        found &= wanted.keys()
+    differs = found != wanted.keys() or (not convert and bool(_misfits(connection, mode, target)))
+    if differs:
         shown = ", ".join(f"{name} {kind}" for name, kind in wanted.items())
         key = f", and a unique key on ({', '.join(target.table.key)})" if mode == "mirror" and target.table.key else ""
         raise ForeignTable(
@@ -160,11 +206,13 @@ def redefine(
     before: Target,
     after: Target,
     rows_stay: bool,
+    convert: bool = False,
 ) -> None:
     """Change a target table from one definition to another, and record the new one.
 
     :param rows_stay: the rows keep their values, and get those of added columns; otherwise all are about to be
         written anew, and a mirror has none.
+    :param convert: see :func:`prepare_target`.
     :raises RowsNeeded: when the target has an added column already, whose values are not the source's, lacks one that
         it had, as after that was renamed to make room, or cannot convert values as the source does.
     :raises CannotFollow: when the target does not let it be changed.
@@ -172,11 +220,34 @@ def redefine(
     change = redefinition(before.table, after.table)
     with _refusals(after):
         _Change(connection, mode, after, rows_stay).apply(change, before)
+    if not convert:
+        _require_same_parts(connection, mode, after, {column.name for column in (*change.added, *change.retyped)})
     rows(
         connection,
         "UPDATE airflow_cdc.tables SET definition = %s WHERE pipeline = %s AND source_table = %s",
         [json.dumps(after.table.to_dict()), pipeline, after.table.label],
     )
+
+
+def _require_same_parts(
+    connection: Connection, mode: Literal["mirror", "changelog"], target: Target, names: Collection[str]
+) -> None:
+    """Refuse types that the target has under the source's names, but of other parts.
+
+    :raises CannotFollow: naming columns and types.
+    """
+    own = {column.name for column in target.table.columns if not column.builtin} & set(names)
+    if not own:
+        return
+    wanted = wanted_columns(connection, mode, target)
+    wrong = misfits(connection, target, target_columns(connection, target), wanted, own)
+    if wrong:
+        raise CannotFollow(
+            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: types of"
+            f" these names are made of other parts at the target than at the source: {'; '.join(map(str, wrong))}",
+            "Nothing from this change on has been applied. Change the types at the target as they are at the source"
+            " (ALTER TYPE), or drop them there, so that the columns become text; then start again.",
+        )
 
 
 @contextmanager
@@ -227,6 +298,8 @@ class _Change:
         if self._mode == "mirror":
             for name in change.dropped:
                 self._alter("DROP COLUMN IF EXISTS {name}", name=sql.Identifier(name))
+        else:
+            self._end_defaults(change.dropped)
         self._rename(change)
         present = self._columns()
         added = {column.name for column in change.added}
@@ -250,8 +323,6 @@ class _Change:
         if change.key and self._mode == "mirror" and self._target.table.key:
             key = sql.SQL(", ").join(map(sql.Identifier, self._target.table.key))
             self._alter("ADD PRIMARY KEY ({key})", key=key)
-        if self._mode == "changelog":
-            allow_null(self._connection, self._table)
 
     def _refuse_loss(self, column: Column) -> None:
         """Leave no rows without values of a column that the target has had."""
@@ -264,12 +335,17 @@ class _Change:
         if self._rows_stay:
             raise RowsNeeded(f"the target has no column {column.name}")
 
+    def _end_defaults(self, names: Sequence[str]) -> None:
+        """Let columns of a changelog that the source has dropped get no values, whatever default somebody gave them."""
+        present = self._columns()
+        for name in names:
+            if name in present:
+                null = _no_value(present[name])
+                self._alter("ALTER COLUMN {name} SET DEFAULT {null}", name=sql.Identifier(name), null=null)
+
     def _takes_all(self, column: Column, kind: str) -> bool:
         """Whether somebody has made a column text, so that it takes the values that its type refuses."""
-        ours = column_type(self._connection, column).bare
-        if self._mode == "changelog" and column.beneath is not None:  # see allow_null
-            ours = column.beneath.partition(" COLLATE ")[0]
-        return kind == "text" and ours != "text"
+        return kind == "text" and column_type(self._connection, self._mode, column).bare != "text"
 
     def _rename(self, change: Redefinition) -> None:
         """By way of names of our own, since a column may take the name that another one leaves."""
@@ -285,7 +361,7 @@ class _Change:
             self._alter("RENAME COLUMN {old} TO {new}", old=sql.Identifier(old), new=sql.Identifier(new))
 
     def _retype(self, column: Column) -> None:
-        kind = column_type(self._connection, column)
+        kind = column_type(self._connection, self._mode, column)
         # In a mirror that is read again there are no rows to convert, and types that nothing converts.
         name = sql.Identifier(column.name)
         empty = self._mode == "mirror" and not self._rows_stay
@@ -299,15 +375,16 @@ class _Change:
 
     def _add(self, column: Column) -> None:
         """Add a column; rows that stay get what the source's rows from before have in it."""
-        kind = column_type(self._connection, column)
+        kind = column_type(self._connection, self._mode, column)
         name = sql.Identifier(column.name)
-        if column.missing is None or not self._rows_stay:
-            self._alter("ADD COLUMN {name} {kind}", name=name, kind=sql.SQL(kind.full))
-            return
-        value = sql.SQL("{}::{}").format(sql.Literal(column.missing), sql.SQL(kind.bare))
+        value = _no_value(kind.bare)
+        if column.missing is not None and self._rows_stay:
+            value = sql.SQL("{}::{}").format(sql.Literal(column.missing), sql.SQL(kind.bare))
+        # Always stated: without, the rows would get what the type has as a default here.
         self._alter("ADD COLUMN {name} {kind} DEFAULT {value}", name=name, kind=sql.SQL(kind.full), value=value)
         self._alter("ALTER COLUMN {name} DROP DEFAULT", name=name)
-        if self._mode == "changelog":  # deletes and truncates carry no values
+        if self._mode == "changelog" and column.missing is not None and self._rows_stay:
+            # Deletes and truncates carry no values.
             clear = sql.SQL("UPDATE {} SET {} = NULL WHERE _op IN ('d', 't')").format(self._table, name)
             rows(self._connection, clear)
 
@@ -330,25 +407,6 @@ class _Change:
             self._alter("ALTER COLUMN {name} DROP NOT NULL", name=sql.Identifier(name))
 
 
-def allow_null(connection: Connection, table: sql.Composable) -> None:
-    """Give a changelog the types beneath domains: its deletes and truncates have NULL where a domain may forbid it."""
-    for name, base in domain_bases(connection, table).items():
-        change = sql.SQL("ALTER TABLE {} ALTER COLUMN {} TYPE {}")
-        rows(connection, change.format(table, sql.Identifier(name), sql.SQL(base)))
-
-
-def _has_key(connection: Connection, table: sql.Composable, target: Target) -> bool:
-    """Whether a unique index, neither partial nor deferrable, stands on exactly the key's columns."""
-    query = (
-        "SELECT 1 FROM pg_index i WHERE i.indrelid = to_regclass(%s) AND i.indisunique AND i.indimmediate"
-        " AND i.indpred IS NULL AND (SELECT array_agg(a.attname::text ORDER BY a.attname)"
-        " FROM unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)"
-        " LEFT JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = u.attnum"
-        " WHERE u.position <= i.indnkeyatts) = %s::text[]"
-    )
-    return bool(rows(connection, query, [table.as_string(connection), sorted(target.table.key)]))
-
-
 @dataclass(frozen=True)
 class ColumnType:
     """A column's type in the target as SQL, ``bare`` without its collation."""
@@ -366,26 +424,36 @@ def _is_text(column: Column) -> bool:
     return column.builtin and column.type.removesuffix("[]") in _TEXT_ONLY
 
 
-def column_type(connection: Connection, column: Column) -> ColumnType:
-    """The source's type of a column; text where the target does not know the type, or could not take its values."""
-    if column.builtin:
-        known = not _is_text(column)
-    else:
-        known = scalar(connection, "SELECT to_regtype(%s)", [column.type]) is not None
+def column_type(connection: Connection, mode: Literal["mirror", "changelog"], column: Column) -> ColumnType:
+    """Return the source's type of a column; text where the target does not know it, or could not take its values.
+
+    In a changelog it is the type beneath a domain: deletes and truncates have NULL where a domain may forbid it.
+    """
+    bare = column.type
+    known = not _is_text(column)
+    if not column.builtin:
+        known, beneath = row(connection, _KNOWN, {"type": column.type})
+        if mode == "changelog" and beneath is not None:
+            bare = beneath
     if not known:
         return ColumnType("text", None)
     collation = column.collation
     if collation is not None and scalar(connection, "SELECT to_regcollation(%s)", [collation]) is None:
         collation = None
-    return ColumnType(column.type, collation)
+    return ColumnType(bare, collation)
 
 
-def _definition(connection: Connection, column: Column) -> sql.Composable:
-    return sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(column_type(connection, column).full))
+def _definition(connection: Connection, mode: Literal["mirror", "changelog"], column: Column) -> sql.Composable:
+    return sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(column_type(connection, mode, column).full))
 
 
-def domain_bases(connection: Connection, table: sql.Composable) -> dict[str, str]:
-    """By the columns of a table whose type is a domain: the type beneath it."""
+def _no_value(kind: str) -> sql.Composable:
+    """Return NULL as a column's default; a bare one would leave a type that has a default with that."""
+    return sql.SQL("coalesce(NULL::{})").format(sql.SQL(kind))
+
+
+def domain_bases(connection: Connection, table: sql.Composable, modifiers: bool = True) -> dict[str, str]:
+    """By the columns of a table whose type is a domain: the type beneath it, with its modifier or without."""
     query = (
         "WITH RECURSIVE bases AS ("
         " SELECT a.attname::text AS name, t.typbasetype AS type, t.typtypmod AS modifier FROM pg_attribute a"
@@ -393,7 +461,7 @@ def domain_bases(connection: Connection, table: sql.Composable) -> dict[str, str
         " WHERE a.attrelid = to_regclass(%s) AND NOT a.attisdropped"
         " UNION ALL SELECT b.name, t.typbasetype, t.typtypmod FROM bases b"
         " JOIN pg_type t ON t.oid = b.type AND t.typtype = 'd'"
-        ") SELECT b.name, format_type(b.type, b.modifier) FROM bases b JOIN pg_type t ON t.oid = b.type"
-        " WHERE t.typtype <> 'd'"
+        ") SELECT b.name, format_type(b.type, CASE WHEN %s THEN b.modifier ELSE -1 END) FROM bases b"
+        " JOIN pg_type t ON t.oid = b.type WHERE t.typtype <> 'd'"
     )
-    return dict(rows(connection, query, [table.as_string(connection)]))
+    return dict(rows(connection, query, [table.as_string(connection), modifiers]))

@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.connection import Connection, rows
 from airflow_cdc_provider.engine.effects import COUNT, ERASED, FRESH, MISSING
 from airflow_cdc_provider.engine.sinks.base import Share, Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
+from airflow_cdc_provider.engine.sinks.postgres.packed import NEW
 
 _FEW = 1000  # from as many on it pays to tell the new ones apart, see rows_to_stage()
 _SMALL_BYTES = 256 << 10
@@ -46,7 +47,7 @@ def is_small(staged: pa.Table) -> bool:
         0 < staged.num_rows < _FEW
         and staged.nbytes < _SMALL_BYTES
         and staged.num_columns <= _MOST_COLUMNS
-        and {COUNT, FRESH, MISSING}.isdisjoint(staged.column_names)
+        and {COUNT, FRESH, MISSING, NEW}.isdisjoint(staged.column_names)
     )
 
 

@@ -21,14 +21,14 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.chunks import Chunk
 from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, named, row, rows, scalar
-from airflow_cdc_provider.engine.errors import Blocked, ConnectionFailed, Fenced, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.errors import Blocked, CdcError, ConnectionFailed, Fenced, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.evolution import redefinition
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.locks import HOLDERS
 from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres.definition import adopt_target, prepare_target, record_target, redefine
-from airflow_cdc_provider.engine.sinks.postgres.refusals import target_conflict
+from airflow_cdc_provider.engine.sinks.postgres.refusals import is_of_another, of_sink, refusal_of
 from airflow_cdc_provider.engine.sinks.postgres.tables import TableStatements
 from airflow_cdc_provider.engine.visibility import Snapshot
 
@@ -115,12 +115,14 @@ class PostgresRecord:
     :param pipeline: name of the pipeline.
     :param mode: ``mirror`` or ``changelog``.
     :param part: the part of a run whose sessions these are; empty for what is not done by one.
+    :param convert: accept target tables whose types do not keep the source's values.
     """
 
     dsn: str = field(repr=False)
     pipeline: str
     mode: Literal["mirror", "changelog"]
     part: str = ""
+    convert: bool = False
 
     def prepare(
         self,
@@ -165,9 +167,9 @@ class PostgresRecord:
                 if target.table.label in ours and _exists(connection, target):
                     if self.mode == "changelog":
                         self._refuse_older_history(connection, target, start)
-                    adopt_target(connection, self.pipeline, self.mode, target)
+                    adopt_target(connection, self.pipeline, self.mode, target, self.convert)
                 else:
-                    prepare_target(connection, self.pipeline, self.mode, target)
+                    prepare_target(connection, self.pipeline, self.mode, target, self.convert)
             for chunk in chunks:
                 self._plan(connection, chunk)
             failpoint("before-plan")
@@ -182,7 +184,7 @@ class PostgresRecord:
             self._limit_waiting(connection)
             self._fence(connection, epoch, "FOR UPDATE")
             for target in targets:
-                prepare_target(connection, self.pipeline, self.mode, target)
+                prepare_target(connection, self.pipeline, self.mode, target, self.convert)
             for chunk in chunks:
                 self._plan(connection, chunk)
             failpoint("before-plan")
@@ -215,7 +217,7 @@ class PostgresRecord:
                 if self.mode == "changelog" and _exists(connection, target):
                     self._refuse_older_history(connection, target, start)
                 before = recorded.get(target.table.label)
-                prepare_target(connection, self.pipeline, self.mode, before or target)
+                prepare_target(connection, self.pipeline, self.mode, before or target, self.convert)
                 if before is not None:
                     self._make_fit(connection, before, target)
             self._forget_tables(connection)
@@ -256,7 +258,7 @@ class PostgresRecord:
         change = redefinition(before.table, after.table)
         if self.mode == "mirror" and (change.key or change.retyped or change.replaced):
             TableStatements(connection, before).delete(None)
-        redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False)
+        redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False, convert=self.convert)
 
     def identity(self) -> Mapping[str, Any]:
         """See :meth:`.base.CommitRecord.identity`."""
@@ -264,13 +266,13 @@ class PostgresRecord:
             "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
             " (SELECT oid::bigint FROM pg_database WHERE datname = current_database())"
         )
-        with connected(self.dsn) as connection:
+        with self._asked() as connection:
             system, database = row(connection, query)
         return {"system": system, "database": database}
 
     def record(self) -> Record | None:
         """See :meth:`.base.CommitRecord.record`."""
-        with self._transaction() as connection:
+        with self._transaction(writes=False) as connection:
             # Looked up at once: another pipeline may be creating them right now.
             present = {name for (name,) in rows(connection, _PRESENT, [list(_RECORD_NAMES)])}
             lacking = [f"airflow_cdc.{name}" for name in _RECORD_NAMES if name not in present]
@@ -364,7 +366,7 @@ class PostgresRecord:
             " AND (application_name = %(name)s OR starts_with(application_name, %(name)s || ' '))"
         )
         values = {"name": self._application, "wait": int(COMMIT_SECONDS * 1000)}
-        with connected(self.dsn) as connection:
+        with self._asked() as connection:
             # All are told before the first is waited for: one in the midst of its commit still commits.
             rows(connection, f"SELECT pg_terminate_backend(pid) {theirs}", values)
             rows(connection, f"SELECT pg_terminate_backend(pid, %(wait)s) {theirs}", values)
@@ -387,40 +389,46 @@ class PostgresRecord:
         return whole if len(whole) <= _NAME_BYTES else f"{name} {zlib.crc32(self.part.encode()) & 0xFFFFF:05x}"
 
     @contextmanager
-    def _transaction(self, rehearsal: bool = False) -> Iterator[Connection]:
+    def _transaction(self, rehearsal: bool = False, writes: bool = True) -> Iterator[Connection]:
         """A transaction, which is committed at the end of the block, or for a rehearsal rolled back."""
         settings = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
         name = self._application
-        connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings)
+        connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings, writes=writes)
         try:
             with _rolled_back_on_failure(connection):
-                # A policy that hides rows is an error. What of a user's constraints can wait is checked at the end.
-                rows(
-                    connection,
-                    "SET LOCAL synchronous_commit = on; SET LOCAL row_security = off; SET CONSTRAINTS ALL DEFERRED",
-                )
+                # What of a user's constraints can wait is checked at the end.
+                rows(connection, "SET LOCAL synchronous_commit = on; SET CONSTRAINTS ALL DEFERRED")
                 yield connection
                 if rehearsal:
                     connection.rollback()
                 else:
                     connection.commit()
-        except psycopg2.errors.LockNotAvailable as e:
-            raise self._blocked(e) from e
-        except psycopg2.errors.ReadOnlySqlTransaction as e:
-            with connected(self.dsn) as asked:
-                if not scalar(asked, "SELECT pg_is_in_recovery()"):
-                    raise
-            raise ConnectionFailed(
-                f"the sink {describe(self.dsn)} is a standby: {str(e).splitlines()[0]}",
-                "Promote it, or point `sink.dsn` at the primary.",
-            ) from e
         except psycopg2.Error as e:
-            conflict = target_conflict(e)
-            if conflict is None:
+            if is_of_another(e, connection):
                 raise
-            raise conflict from e
+            raise self._refusal(e) from e
         finally:
             connection.close()
+
+    def _refusal(self, error: psycopg2.Error) -> CdcError:
+        """What an error of a transaction says to the user."""
+        if isinstance(error, psycopg2.errors.LockNotAvailable):
+            return self._blocked(error)
+        if isinstance(error, psycopg2.errors.ReadOnlySqlTransaction):
+            with connected(self.dsn) as asked:
+                standby = scalar(asked, "SELECT pg_is_in_recovery()")
+            if standby:
+                return ConnectionFailed(
+                    f"the sink {describe(self.dsn)} is a standby: {str(error).splitlines()[0]}",
+                    "Promote it, or point `sink.dsn` at the primary.",
+                )
+        return refusal_of(error, describe(self.dsn))
+
+    @contextmanager
+    def _asked(self, settings: Mapping[str, str] | None = None) -> Iterator[Connection]:
+        """An autocommitting connection for questions."""
+        with connected(self.dsn, settings=settings) as connection, of_sink(connection, describe(self.dsn)):
+            yield connection
 
     def _blocked(self, error: psycopg2.Error) -> Blocked:
         with connected(self.dsn) as connection:

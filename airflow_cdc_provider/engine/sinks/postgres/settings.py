@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PostgresSettings:
-    """See :class:`.SinkSettings`; ``dsn`` is a libpq URI with its variables and connection id resolved."""
+    """See :class:`.SinkSettings`; ``dsn`` is a libpq URI with its variables and connection id resolved.
+
+    :param types: ``convert`` accepts target tables whose types do not keep the source's values.
+    """
 
     dsn: str = field(repr=False)
     mode: Mode = "mirror"
     schema: str = "{schema}"
+    types: Literal["keep", "convert"] = "keep"
     type: Literal["postgres"] = "postgres"
 
     @classmethod
@@ -34,6 +38,7 @@ class PostgresSettings:
             dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres"),
             mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
             schema=section.take("schema", as_text, "{schema}"),
+            types=cast(Literal["keep", "convert"], section.take("types", one_of("keep", "convert"), "keep")),
         )
 
     @property
@@ -59,7 +64,7 @@ class PostgresSettings:
         """See :meth:`.SinkSettings.open`."""
         from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 
-        return PostgresSink(self.dsn, pipeline, self.mode, part)
+        return PostgresSink(self.dsn, pipeline, self.mode, part, self.types == "convert")
 
     def check(
         self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None

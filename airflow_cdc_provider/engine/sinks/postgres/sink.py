@@ -134,10 +134,10 @@ class PostgresSink(PostgresRecord):
         with self._transaction() as connection:
             applied = self._fence(connection, epoch, "FOR UPDATE")
             if keys is None:
-                prepare_target(connection, self.pipeline, self.mode, before or target)
+                prepare_target(connection, self.pipeline, self.mode, before or target, self.convert)
             seq = self._remove_rows(connection, before or target, keys, applied)
             if before is not None and before.table.to_dict() != target.table.to_dict():
-                redefine(connection, self.pipeline, self.mode, before, target, rows_stay=False)
+                redefine(connection, self.pipeline, self.mode, before, target, rows_stay=False, convert=self.convert)
             if keys is not None:
                 batches = (self._only_members(target, keys, batch) for batch in batches)
             count = self._copy_rows(connection, target, batches, applied, seq)
@@ -181,7 +181,7 @@ class PostgresSink(PostgresRecord):
         failpoint("before-redefinition")
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR UPDATE")
-            redefine(connection, self.pipeline, self.mode, before, after, rows_stay=True)
+            redefine(connection, self.pipeline, self.mode, before, after, rows_stay=True, convert=self.convert)
         failpoint("after-redefinition")
 
     def forget(self, epoch: int, labels: Sequence[str]) -> None:
@@ -241,20 +241,20 @@ class PostgresSink(PostgresRecord):
             places = {member: place for place, member in enumerate(members)}
             texts = zip(*(column.to_pylist() for column in keys), strict=True)
             return [(n, places[text]) for n, text in enumerate(texts) if text in places]
-        with connected(self.dsn) as connection:
+        with self._asked() as connection:
             return TableStatements(connection, target).members(members, keys)
 
     @contextlib.contextmanager
     def compared(self, source: Connection, target: Target) -> Iterator[Sides]:
         """See :meth:`.base.Sink.compared`."""
         # Readers of a target wait while the stream reads its table again.
-        with connected(self.dsn, settings={"lock_timeout": "0"}) as sink:
+        with self._asked({"lock_timeout": "0"}) as sink:
             sides = mirror_sides if self.mode == "mirror" else changelog_sides
             yield sides(source, sink, target)
 
     def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
         """See :meth:`.base.Sink.rows`; all of one moment."""
-        with connected(self.dsn, settings={"lock_timeout": "0"}) as sink:
+        with self._asked({"lock_timeout": "0"}) as sink:
             yield from target_rows(sink, target, self.mode, keys)
 
     def _copy_rows(
@@ -328,7 +328,7 @@ class PostgresSink(PostgresRecord):
                     target = targets[effect.label]
                     statements = TableStatements(connection, target)
                     if COUNT in staged_rows.column_names:
-                        statements.create_counted_staging(relation)
+                        statements.create_counted_staging(relation, staged_rows.column_names)
                     elif self.mode == "mirror":
                         statements.create_mirror_staging(relation, staged_rows.column_names)
                     else:
@@ -368,6 +368,14 @@ class PostgresSink(PostgresRecord):
     def commit_as_staged(self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece]) -> bool:
         """See :meth:`.base.Eager.commit_as_staged`."""
         return self._commit(epoch, start, end, pieces, None)
+
+    def rehearse(self, epoch: int, pieces: Sequence[StagedPiece]) -> None:
+        """See :meth:`.base.Rehearsing.rehearse`."""
+        with self._transaction(rehearsal=True) as connection:
+            self._fence(connection, epoch, "FOR NO KEY UPDATE")
+            self._apply(connection, iter(sorted(pieces, key=lambda piece: piece.index)))
+            # What is checked at the end of a transaction would not be, as it is rolled back.
+            rows(connection, "SET CONSTRAINTS ALL IMMEDIATE")
 
     def _commit(
         self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece], noted: Mapping[str, Any] | None
@@ -439,7 +447,7 @@ class PostgresSink(PostgresRecord):
                         statements.apply_counted(staged)
                     continue
                 if MISSING in staged.columns:
-                    missing.setdefault(staged.label, set()).update(statements.fill_missing(staged.relation))
+                    missing.setdefault(staged.label, set()).update(statements.fill_missing(staged))
                 with refusals(target, find=partial(statements.refused_column, staged)):
                     statements.apply_mirror(staged)
             failpoint("after-piece-applied")

@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.sinks.base import Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres.definition import domain_bases
 from airflow_cdc_provider.engine.sinks.postgres.gathered import rows_of
 from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
+from airflow_cdc_provider.engine.sinks.postgres.packed import NEW, OLD, pack, unpacked
 
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
@@ -34,14 +35,15 @@ _MANY = 1000  # of fewer rows one statement more costs more than it saves
 def rows_to_stage(effect: Effect) -> pa.Table:
     """The rows of an effect as they are staged.
 
-    :returns: without ``erased`` where no row is; with ``fresh`` (bool) where it pays to insert many without a look.
+    :returns: without ``erased`` where no row is; with ``fresh`` (bool) where it pays to insert many without a look;
+        packed where they have too many columns, see :mod:`.packed`.
     """
     rows = effect.rows
     if ERASED in rows.column_names and not pc.any(rows[ERASED]).as_py():
         rows = rows.drop_columns(ERASED)
     if effect.fresh is not None and np.count_nonzero(effect.fresh) >= _MANY:
         rows = rows.append_column(FRESH, pa.array(effect.fresh))
-    return rows
+    return pack(rows)
 
 
 class TableStatements:
@@ -107,20 +109,24 @@ class TableStatements:
         """
         before = self._run(f"SELECT max(_seq) FROM {{table}} WHERE _commit_lsn = '{applied}' AND _seq < 1")[0][0]
         seq = FIRST_READ if before is None else int(str(before)) + 1
-        meta = "_commit_lsn, _seq, _commit_ts"
-        values = f"'{applied}', {seq}, clock_timestamp()"
-        if keys is None:
-            self._run(f"INSERT INTO {{table}} (_op, {meta}) VALUES ('t', {values})")
-            return seq + 1
-        names = [column.name for column in self._target.table.key_columns]
-        for key in sorted(keys):
+        names = list(self._target.table.key)
+        # One that is left out gets what somebody has given it as a default. Some may be gone, and not yet made again.
+        present = [column.name for column in self._target.table.columns if column.name in self._present]
+        statement = (
+            "INSERT INTO {table} ({columns}_op, _commit_lsn, _seq, _xid, _commit_ts, _before, _unchanged) VALUES"
+            f" ({{values}}{{op}}, '{applied}', {seq}, NULL, clock_timestamp(), {{before}}, NULL)"
+        )
+        for op, key in [("t", None)] if keys is None else [("d", key) for key in sorted(keys)]:
+            given = dict(zip(names, key, strict=True)) if key is not None else {}
+            before = sql.SQL("jsonb_object({}::text[], {}::text[])").format(
+                sql.Literal(names), sql.Literal(list(given.values()))
+            )
             self._run(
-                f"INSERT INTO {{table}} ({{names}}, _op, {meta}, _before)"
-                f" VALUES ({{key}}, 'd', {values}, jsonb_object({{labels}}::text[], {{texts}}::text[]))",
-                names=sql.SQL(", ").join(map(sql.Identifier, names)),
-                key=sql.SQL(", ").join(map(sql.Literal, key)),
-                labels=sql.Literal(names),
-                texts=sql.Literal(list(key)),
+                statement,
+                columns=sql.SQL("").join(sql.SQL("{}, ").format(sql.Identifier(name)) for name in present),
+                values=sql.SQL("").join(sql.SQL("{}, ").format(sql.Literal(given.get(name))) for name in present),
+                op=sql.Literal(op),
+                before=before if given else sql.SQL("NULL"),
             )
         return seq + 1
 
@@ -138,7 +144,7 @@ class TableStatements:
         """Create a staging table for mirror rows, see :class:`.effects.Effect`."""
         fields: list[sql.Composable] = [sql.SQL(f"true AS {ERASED}")] if ERASED in columns else []
         staged = self._staged
-        fields += [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(staged)]
+        fields += self._new_row(columns)
         if MISSING in columns:
             fields.append(sql.SQL(f"NULL::int[] AS {MISSING}"))
             fields += [sql.SQL(f"{{}} AS o{n}").format(staged[i]) for n, i in enumerate(self._key)]
@@ -146,16 +152,20 @@ class TableStatements:
             fields.append(sql.SQL(f"true AS {FRESH}"))
         self._create_staging(relation, fields)
 
-    def create_counted_staging(self, relation: str) -> None:
+    def _new_row(self, columns: Sequence[str]) -> list[sql.Composable]:
+        """The staging columns of the captured ones."""
+        if NEW in columns:
+            return [sql.SQL(f"NULL::text[] AS {NEW}")]
+        return [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(self._staged)]
+
+    def create_counted_staging(self, relation: str, columns: Sequence[str]) -> None:
         """Create a staging table for the rows of a mirror without a key, see :class:`.effects.Effect`."""
-        fields: list[sql.Composable] = [sql.SQL(f"NULL::bigint AS {COUNT}")]
-        fields += [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(self._staged)]
-        self._create_staging(relation, fields)
+        self._create_staging(relation, [sql.SQL(f"NULL::bigint AS {COUNT}"), *self._new_row(columns)])
 
     def create_changelog_staging(self, relation: str, columns: Sequence[str]) -> None:
         """Create a staging table for changelog rows, see :class:`.effects.Effect`."""
         types = {OP: '"char"', "commit_lsn": "bigint", "seq": "bigint", "xid": "bigint", "commit_ts": "bigint"}
-        types |= {UNCHANGED: "text[]", OLD_KIND: '"char"'}
+        types |= {UNCHANGED: "text[]", OLD_KIND: '"char"', NEW: "text[]", OLD: "text[]"}
         fields: list[sql.Composable] = []
         staged = self._staged
         for name in columns:
@@ -182,6 +192,22 @@ class TableStatements:
             for name, quoted in zip(names, self._names, strict=True)
         ]
 
+    def _rows_of(self, staged: Staged) -> sql.Composable:
+        """The staged rows of a table, however they are staged."""
+        if NEW not in staged.columns:
+            return rows_of(staged)
+        assert staged.relation is not None
+        table = self._table.as_string(self._connection)
+        query = (
+            "SELECT attname::text, format_type(atttypid, -1) FROM pg_attribute"
+            " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
+        )
+        types = dict(rows(self._connection, query, [table])) | domain_bases(
+            self._connection, self._table, modifiers=False
+        )
+        names = [column.name for column in self._target.table.columns]
+        return unpacked(sql.Identifier("airflow_cdc", staged.relation), staged.columns, types, names)
+
     def _create_staging(self, relation: str, fields: Sequence[sql.Composable]) -> None:
         self._run(
             "CREATE UNLOGGED TABLE {stage} WITH (autovacuum_enabled = off) AS SELECT {fields} FROM {table} t"
@@ -190,16 +216,27 @@ class TableStatements:
             fields=sql.SQL(", ").join(fields),
         )
 
-    def fill_missing(self, relation: str) -> set[tuple[str, ...]]:
+    def fill_missing(self, staged: Staged) -> set[tuple[str, ...]]:
         """Fill values that were not sent from the target's rows; return the keys of rows that have none there."""
-        stage = sql.Identifier("airflow_cdc", relation)
-        assignments = sql.SQL(", ").join(
-            sql.SQL("{c} = CASE WHEN {i} = ANY(s.missing) THEN t.{name} ELSE s.{c} END").format(
-                c=sql.SQL(f"c{i}"), i=sql.Literal(i), name=name
-            )
-            for i, name in enumerate(self._names)
-            if i not in self._key
-        )
+        assert staged.relation is not None
+        stage = sql.Identifier("airflow_cdc", staged.relation)
+        packed = NEW in staged.columns
+        places = [sql.SQL(f"{NEW}[{i + 1}]" if packed else f"c{i}") for i in range(len(self._names))]
+        others = [i for i in range(len(self._names)) if i not in self._key]
+        # concat() calls the output function; a cast does not always.
+        stored = "CASE WHEN t.{name} IS DISTINCT FROM NULL THEN concat(t.{name}) END" if packed else "t.{name}"
+        value = f"CASE WHEN {{i}} = ANY(s.missing) THEN {stored} ELSE s.{{c}} END"
+        values = {
+            i: sql.SQL(value).format(c=places[i], i=sql.Literal(i), name=self._names[i])
+            if i in others
+            else sql.SQL("s.{}").format(places[i])
+            for i in range(len(self._names))
+        }
+        if packed:
+            assignments: sql.Composable = sql.SQL(f"{NEW} = ARRAY[{{}}]").format(sql.SQL(", ").join(values.values()))
+        else:
+            pairs = [sql.SQL("{} = {}").format(places[i], values[i]) for i in others]
+            assignments = sql.SQL(", ").join(pairs)
         self._run(
             "UPDATE {stage} s SET missing = NULL, {assignments} FROM {table} t"
             " WHERE s.missing IS NOT NULL AND {origin}",
@@ -207,7 +244,7 @@ class TableStatements:
             assignments=assignments,
             origin=self._target_key.same(self._stored(), [sql.SQL(f"s.o{n}") for n in range(len(self._key))]),
         )
-        key = sql.SQL(", ").join(sql.SQL(f"format('%s', c{i})") for i in self._key)
+        key = sql.SQL(", ").join(sql.SQL("format('%s', {})").format(places[i]) for i in self._key)
         unfilled = self._run("SELECT {key} FROM {stage} WHERE missing IS NOT NULL", key=key, stage=stage)
         return {tuple(str(value) for value in found) for found in unfilled}
 
@@ -216,7 +253,7 @@ class TableStatements:
 
         :raises TargetConflict: when the target takes two keys of the source for one.
         """
-        stage = rows_of(staged)
+        stage = self._rows_of(staged)
         others = [i for i in range(len(self._names)) if i not in self._key]
         gone: sql.Composable = sql.SQL("s.erased" if ERASED in staged.columns else "false")
         complete = " AND s.missing IS NULL" if MISSING in staged.columns else ""
@@ -264,6 +301,13 @@ class TableStatements:
             written=written,
             conflict=conflict,
         )
+
+    @cached_property
+    def _present(self) -> frozenset[str]:
+        """The columns that the target has."""
+        query = "SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%s) AND NOT attisdropped"
+        found = rows(self._connection, query, [self._table.as_string(self._connection)])
+        return frozenset(str(name) for (name,) in found)
 
     @cached_property
     def _identities_always(self) -> frozenset[str]:
@@ -324,8 +368,7 @@ class TableStatements:
 
         :raises TargetConflict: when the target lacks rows that are to be deleted.
         """
-        assert staged.relation is not None
-        stage = sql.Identifier("airflow_cdc", staged.relation)
+        stage = self._rows_of(staged)
         columns = sql.SQL(", ").join(sql.SQL(f"s.c{i}") for i in range(len(self._names)))
         ((expected, deleted),) = self._run(
             "WITH matched AS ("
@@ -334,7 +377,7 @@ class TableStatements:
             "), gone AS ("
             "  DELETE FROM {table} t USING matched m"
             "  WHERE t.ctid = m.ctid AND t.tableoid = m.tableoid AND m.copy <= -m.count RETURNING 1"
-            ") SELECT (SELECT -coalesce(sum(count), 0) FROM {stage} WHERE count < 0), (SELECT count(*) FROM gone)",
+            ") SELECT (SELECT -coalesce(sum(count), 0) FROM {stage} s WHERE count < 0), (SELECT count(*) FROM gone)",
             stage=stage,
             ours=sql.SQL(", ").join(sql.SQL("t.{}").format(name) for name in self._names),
             theirs=columns,
@@ -356,27 +399,26 @@ class TableStatements:
 
     def apply_changelog(self, staged: Staged) -> None:
         """Append the changes."""
-        assert staged.relation is not None
         width = range(len(self._names))
         before: sql.Composable = sql.SQL("NULL::jsonb")
         if OLD_KIND in staged.columns:
             before = sql.SQL("CASE old_kind WHEN 'K' THEN {} WHEN 'O' THEN {} END").format(
-                self._json(self._key), self._json(width)
+                self._json(self._key, OLD in staged.columns), self._json(width, OLD in staged.columns)
             )
         self._run(
             "INSERT INTO {table} ({names}, _op, _commit_lsn, _seq, _xid, _commit_ts, _before, _unchanged)"
             " OVERRIDING SYSTEM VALUE SELECT {columns}, op, '0/0'::pg_lsn + commit_lsn, seq, xid,"
             " to_timestamp(0) + commit_ts * interval '1 microsecond', {before}, "
             + (UNCHANGED if UNCHANGED in staged.columns else "NULL")
-            + " FROM {stage} ORDER BY commit_lsn, seq",
+            + " FROM {stage} s ORDER BY commit_lsn, seq",
             names=sql.SQL(", ").join(self._names),
             columns=sql.SQL(", ").join(sql.SQL(f"c{i}") for i in width),
             before=before,
-            stage=sql.Identifier("airflow_cdc", staged.relation),
+            stage=self._rows_of(staged),
         )
 
-    def _json(self, columns: Sequence[int]) -> sql.Composable:
+    def _json(self, columns: Sequence[int], packed: bool) -> sql.Composable:
         """A JSON object of some columns of the old row, as texts."""
         names = [self._target.table.columns[i].name for i in columns]
-        values = sql.SQL(", ").join(sql.SQL(f"b{i}") for i in columns)
+        values = sql.SQL(", ").join(sql.SQL(f"{OLD}[{i + 1}]" if packed else f"b{i}") for i in columns)
         return sql.SQL("jsonb_object({}::text[], ARRAY[{}]::text[])").format(sql.Literal(names), values)

@@ -1,0 +1,52 @@
+"""Looks up what makes a target table in MySQL or MariaDB refuse what the sink will do, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.mysql.session import Session
+
+
+def find_obstacle(opened: Session, target: Target, wanted: Collection[str], required: Collection[str]) -> str:
+    """Say in what a table that is there would refuse every row; empty if in nothing.
+
+    :param wanted: names of the columns that are written.
+    :param required: those of them of which every row has a value.
+    """
+    where = [target.schema, target.name]
+    (kind,) = opened.one(
+        "SELECT table_type FROM information_schema.tables WHERE table_schema = %s AND table_name = %s", where
+    )
+    if str(kind) not in ("BASE TABLE", "SYSTEM VERSIONED"):
+        return f"it is no table but a {str(kind).lower()}"
+    columns = opened.rows(
+        "SELECT column_name, is_nullable, column_default IS NOT NULL OR extra LIKE '%%auto_increment%%',"
+        " COALESCE(generation_expression, '') <> '' FROM information_schema.columns"
+        " WHERE table_schema = %s AND table_name = %s ORDER BY ordinal_position",
+        where,
+    )
+    written, filled = ({name.lower() for name in names} for names in (wanted, required))
+    for name, nullable, has_default, generated in columns:
+        known = str(name).lower()
+        if generated:
+            if known in written:
+                return f"column {name} is generated"
+        elif str(nullable) == "NO" and known in written - filled:
+            return f"column {name} takes no NULL"
+        elif str(nullable) == "NO" and known not in written and not has_default:
+            return f"column {name} is not the source's, takes no NULL and has no default"
+    return ""
+
+
+def find_triggers(opened: Session, targets: Sequence[Target]) -> list[str]:
+    """List triggers on target tables, which change what is written; each runs as its definer."""
+    found = []
+    for target in targets:
+        query = (
+            "SELECT trigger_name, definer FROM information_schema.triggers"
+            " WHERE event_object_schema = %s AND event_object_table = %s ORDER BY 1"
+        )
+        for name, definer in opened.rows(query, [target.schema, target.name]):
+            found.append(f"{target.schema}.{target.name} has the trigger {name} (definer {definer})")
+    return found

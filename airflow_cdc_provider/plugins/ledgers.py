@@ -1,0 +1,154 @@
+"""The chunks of a pipeline's tables as the cells of a grid, of which each has several where a table has many chunks.
+
+A ledger is read and divided once for all who look, until its file is replaced: it may have a hundred thousand chunks.
+What jobs have told since is laid over it by ranges.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_cdc_provider.engine.chunks import Chunk
+from airflow_cdc_provider.engine.state import Heartbeat, State
+
+CELLS = 240
+"""Cells of a table's grid; tables of more chunks have several in a cell."""
+_FILE = "ledger.json"
+_REMEMBERED = 32
+"""Ledgers that are kept, those that were asked for last."""
+
+Values = dict[str, Any]
+Ranges = Iterable[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Some chunks of a table that follow each other, by their positions: ``begin`` up to but without ``end``."""
+
+    title: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TableChunks:
+    """The chunks of a table, in the order of their indices.
+
+    :param finished: for each a byte, 1 for those that the ledger has as finished.
+    """
+
+    table: str
+    indices: Sequence[int]
+    finished: bytes
+    rows: int
+    cells: Sequence[Cell]
+
+    @classmethod
+    def of(cls, table: str, chunks: Iterable[Mapping[str, Any]]) -> TableChunks:
+        """Divide the chunks of a table, as they stand in a ledger."""
+        ordered = sorted(chunks, key=lambda chunk: int(chunk["index"]))
+        width = math.ceil(len(ordered) / CELLS)
+        groups = [(begin, ordered[begin : begin + width]) for begin in range(0, len(ordered), width)]
+        return cls(
+            table,
+            [chunk["index"] for chunk in ordered],
+            bytes(bool(chunk["finished"]) for chunk in ordered),
+            sum(chunk["rows"] for chunk in ordered),
+            [Cell(_title(group), begin, begin + len(group)) for begin, group in groups],
+        )
+
+    def shown(self, told: Ranges, working: Ranges) -> Values:
+        """Return the table with its cells: the part of each that is ``done``, and whether one of it is ``running``.
+
+        :param told: ranges of chunks, of any table, that jobs have finished since the ledger was written.
+        :param working: the same of those that jobs are at.
+        """
+        done, begun = bytearray(self.finished), bytearray(len(self.finished))
+        self._mark(done, told)
+        self._mark(begun, working)
+        running = (int.from_bytes(begun) & ~int.from_bytes(done)).to_bytes(len(done))
+        return {
+            "table": self.table,
+            "chunks": len(done),
+            "finished": done.count(1),
+            "rows": self.rows,
+            "cells": [
+                {
+                    "title": cell.title,
+                    "done": round(done.count(1, cell.begin, cell.end) / (cell.end - cell.begin), 3),
+                    "running": 1 in running[cell.begin : cell.end],
+                }
+                for cell in self.cells
+            ],
+        }
+
+    def _mark(self, marks: bytearray, ranges: Ranges) -> None:
+        for table, first, last in ranges:
+            if table == self.table:
+                begin, end = bisect_left(self.indices, first), bisect_right(self.indices, last)
+                marks[begin:end] = b"\1" * (end - begin)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The tables of a pipeline.
+
+    :param epoch: of the run that wrote the ledger.
+    """
+
+    epoch: int
+    tables: Sequence[TableChunks]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Ledger:
+        """Read a ledger from its JSON object."""
+        tables: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for chunk in values["chunks"]:
+            tables[str(chunk["table"])].append(chunk)
+        return cls(int(values["epoch"]), [TableChunks.of(table, chunks) for table, chunks in tables.items()])
+
+    def shown(self, beats: Iterable[Heartbeat]) -> list[Values]:
+        """Return the tables with what jobs have told of their chunks since.
+
+        :param beats: their heartbeats; those of earlier runs do not count.
+        """
+        since = [beat for beat in beats if beat.epoch >= self.epoch]
+        told = [each for beat in since for each in beat.progress.get("finished_chunks", ())]
+        working = [each for beat in since if beat.alive for each in beat.progress.get("running_chunks", ())]
+        return [table.shown(told, working) for table in self.tables]
+
+
+class Ledgers:
+    """Reads ledgers, each once as long as its file is the same."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[str, Ledger | None]] = {}
+
+    def of(self, state: State) -> Ledger | None:
+        """Return the ledger of a pipeline, ``None`` when it has none.
+
+        :raises StateUnwritable: when the state cannot be read.
+        """
+        version = state.version(_FILE)
+        if version is None:
+            return None
+        with self._lock:
+            known = self._known.pop(state.url, None)
+            if known is None or known[0] != version:
+                known = version, state.read_sound(_FILE, Ledger.of)
+            self._known[state.url] = known
+            while len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
+            return known[1]
+
+
+def _title(group: Sequence[Mapping[str, Any]]) -> str:
+    first, last = Chunk.from_dict(group[0]), Chunk.from_dict(group[-1])
+    return first.title if len(group) == 1 else f"{first.table}[{first.index} .. {last.index}]"
