@@ -142,9 +142,9 @@ BASIC = (("basic.auth.user.info", "me:secret"),)
 def test_a_login_that_the_network_can_read_is_told(
     properties: Properties, registry: str | None, registry_properties: Properties, named: list[str]
 ) -> None:
-    found = readable_logins(properties, registry, registry_properties)
+    found = readable_logins("sink", properties, registry, registry_properties)
     assert len(found) == len(named)
-    assert all(name in phrase for name, phrase in zip(named, found, strict=True))
+    assert all(name in warning for name, warning in zip(named, found, strict=True))
 
 
 def test_properties_that_the_client_of_the_registry_does_not_know_are_told() -> None:

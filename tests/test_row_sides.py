@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,11 +22,13 @@ from airflow_cdc_provider.engine.row_side import row_sides
 from airflow_cdc_provider.engine.sides import Key
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.sums import add_up, first_hash, hashes_of
 from airflow_cdc_provider.engine.verify import TableResult
 from tests.conftest import Databases
 from tests.test_verify import DAMAGES, TYPES_DDL, TYPES_ROWS, Session, found
 
 TEXTS = st.lists(st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1)
+HASHES = st.integers(-(1 << 63), (1 << 63) - 1)
 EVENTS = """
     CREATE TABLE public.t_log (_op "char", _commit_lsn pg_lsn, _seq bigint, _before jsonb, _unchanged text[], id int,
         body text, note text)
@@ -135,3 +140,23 @@ def test_sources_in_other_encodings_hash_alike(session: Session, databases: Data
             assert compare(latin, latin.pair()).equal
     finally:
         rows(session.source, "DROP DATABASE latin")
+
+
+@given(st.lists(st.lists(st.tuples(HASHES, HASHES, HASHES))), st.sampled_from([1, 4, 1024]))
+def test_sums_are_exact_and_of_their_buckets(parts: list[list[tuple[int, int, int]]], buckets: int) -> None:
+    found: dict[int, list[int]] = {}
+    expected: dict[int, list[int]] = {}
+    for part in parts:
+        hashes = np.array(part, np.int64).reshape(-1, 3)
+        add_up(found, hashes[:, 0], hashes[:, 1:], buckets)
+        for key, *row in part:
+            total = expected.setdefault(key % buckets, [0, 0, 0])
+            expected[key % buckets] = [had + more for had, more in zip(total, (1, *row), strict=True)]
+    assert found == expected
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
+def test_hashes_are_the_halves_of_md5(texts: list[str]) -> None:
+    halves = [struct.unpack(">qq", hashlib.md5(text.encode()).digest()) for text in texts]
+    assert [tuple(pair) for pair in hashes_of(texts).tolist()] == halves
+    assert [first_hash(text) for text in texts] == [first for first, _ in halves]

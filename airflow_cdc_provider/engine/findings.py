@@ -73,15 +73,9 @@ class Checks:
             return result
         return None
 
-    def warn_of_readable(self, role: str, logins: Sequence[str]) -> None:
-        """Warn of logins that cross the network unencrypted.
-
-        :param role: source or sink.
-        :param logins: for which servers, see :func:`.readable_logins`.
-        """
-        if logins:
-            message = f"{role}: the network can read the login for {' and for '.join(logins)}: it is not encrypted."
-            self.findings.append(Finding("encryption", True, message, warning=True))
+    def warn(self, check: str, message: str) -> None:
+        """Tell what does not stand in the way; ``message`` is one sentence."""
+        self.findings.append(Finding(check, True, message, warning=True))
 
     def passed(self, *checks: str) -> bool:
         """Whether none of some checks has failed, as far as they have been run."""

@@ -10,9 +10,7 @@ The events of a changelog are folded to the row that each key has now, in one pa
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +26,13 @@ from airflow_cdc_provider.engine.relation import content_of_cells, shipped_hash,
 from airflow_cdc_provider.engine.sides import UNKNOWN, Entry, Found, Key, Sides, buckets_of
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.sums import add_up, first_hash, hashes_of
 
 Rows: TypeAlias = Callable[[Target, Sequence[Key] | None], Iterator[pa.RecordBatch]]
 """All rows of a target, or those at some keys, which are of all columns where the table has no key; more than asked
 for does no harm. The captured columns under their names, of Arrow's type ``string``. Of a changelog all events: with
 them ``_op``, ``_commit_lsn``, ``_seq``, ``_before`` and ``_unchanged``, as texts too."""
 
-_HALVES = struct.Struct(">qq")
 _PAGE = 1000  # keys read at once
 _LAST = (1 << 63) - 1  # rows without a sequence number sort after those that have one
 
@@ -107,20 +105,15 @@ class RowSide:
         """See :meth:`.Side.scan`."""
         found: dict[int, list[int]] = {}
         for rowset in self.shaped(self.target, self.rows(self.target, None)):
-            for key, content in zip(rowset.key_texts, rowset.contents, strict=True):
-                first, second = _hashes(content)
-                sums = found.setdefault(_hashes(key)[0] & (buckets - 1), [0, 0, 0])
-                sums[0] += 1
-                sums[1] += first
-                sums[2] += second
+            add_up(found, hashes_of(rowset.key_texts)[:, 0], hashes_of(rowset.contents), buckets)
         return found
 
     def open(self, buckets: int, opened: Sequence[int]) -> Iterable[Entry]:
         """See :meth:`.Side.open`."""
         wanted, found = set(opened), []
         for rowset in self.shaped(self.target, self.rows(self.target, None)):
-            for text, key, cells in zip(rowset.key_texts, rowset.keys, rowset.cells, strict=True):
-                hashed = _hashes(text)[0]
+            hashes = hashes_of(rowset.key_texts)[:, 0].tolist()
+            for hashed, text, key, cells in zip(hashes, rowset.key_texts, rowset.keys, rowset.cells, strict=True):
                 if hashed & (buckets - 1) in wanted:
                     found.append((hashed, text, key, cells, None))
         return sorted(found, key=lambda entry: entry[:2])
@@ -199,7 +192,7 @@ def _tuples(columns: Sequence[pa.Array]) -> list[Key]:
 
 
 def _whole_cells(contents: Sequence[str]) -> list[Sequence[str | None]]:
-    return [tuple(map(str, _hashes(content))) for content in contents]
+    return [tuple(map(str, hashes)) for hashes in hashes_of(contents).tolist()]
 
 
 def _row_texts(rows: Sequence[tuple[str | None, ...]]) -> list[str]:
@@ -208,10 +201,4 @@ def _row_texts(rows: Sequence[tuple[str | None, ...]]) -> list[str]:
 
 
 def _cell(text: str | None) -> str | None:
-    return None if text is None else str(_hashes(text)[0])
-
-
-def _hashes(text: str) -> tuple[int, int]:
-    """The halves of the MD5 sum as :func:`.relation.shipped_hash` has them on the source."""
-    first, second = _HALVES.unpack(hashlib.md5(text.encode(), usedforsecurity=False).digest())
-    return first, second
+    return None if text is None else str(first_hash(text))

@@ -48,17 +48,22 @@ def secrets_of(properties: Properties) -> tuple[str, ...]:
     return tuple(value for name, value in properties if value and (_SECRET.search(name) or name.endswith("user.info")))
 
 
-def readable_logins(properties: Properties, registry: str | None, registry_properties: Properties) -> list[str]:
-    """Return for which servers a login would cross the network unencrypted, as phrases for a message."""
+def readable_logins(
+    role: str, properties: Properties, registry: str | None, registry_properties: Properties
+) -> list[str]:
+    """Return a sentence for each server to which a login would cross the network unencrypted.
+
+    :param role: source or sink.
+    """
     given = dict(properties)
     mechanism = given.get("sasl.mechanism", given.get("sasl.mechanisms", "")).upper()
-    found = []
+    servers = []
     if mechanism == "PLAIN" and given.get("security.protocol", "").upper() == "SASL_PLAINTEXT":
-        found.append("the brokers (security.protocol is SASL_PLAINTEXT)")
+        servers.append("the brokers (security.protocol is SASL_PLAINTEXT)")
     if _REGISTRY_LOGINS & dict(registry_properties).keys():
         urls = [url.strip() for url in (registry or "").split(",")]
-        found += [f"the schema registry {url}" for url in urls if url.lower().startswith("http://")]
-    return found
+        servers += [f"the schema registry {url}" for url in urls if url.lower().startswith("http://")]
+    return [f"{role}: the network can read the login for {server}: it is not encrypted." for server in servers]
 
 
 def as_brokers(value: object) -> str:

@@ -70,7 +70,8 @@ def check(pipeline: Pipeline) -> list[Finding]:
     checks, source = Checks(), _source(pipeline)
     topics = Topics(source)
     named = checks.run("source", topics.cluster.id, lambda id_: f"source {source.brokers} is reachable, cluster {id_}.")
-    checks.warn_of_readable("source", readable_logins(source.properties, source.registry, source.registry_properties))
+    for warning in readable_logins("source", source.properties, source.registry, source.registry_properties):
+        checks.warn("encryption", warning)
     if named is not None:
         checks.run("topics", topics.named, lambda found: f"Topics that are read: {len(found)}.")
         if source.dead_letters:

@@ -10,11 +10,13 @@ to just that watermark. Both watermarks are the latest time less the delay, see 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.errors import PySparkException
@@ -25,6 +27,7 @@ from airflow_cdc_provider.engine.config import Pipeline
 from airflow_cdc_provider.engine.kafka.ranges import MessageRange, ranges_of
 from airflow_cdc_provider.engine.run import existing_record
 from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sums import add_up
 from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.topics.cluster import Topics
@@ -33,7 +36,16 @@ from airflow_cdc_provider.engine.topics.position import Position, behind_truncat
 from airflow_cdc_provider.engine.topics.query import result
 from airflow_cdc_provider.engine.topics.settings import Offsets, TopicSource
 from airflow_cdc_provider.engine.topics.skips import Skip, without
-from airflow_cdc_provider.engine.topics.stage import RESULT_OP, TopicTexts, by_place, last_texts, places_of
+from airflow_cdc_provider.engine.topics.stage import (
+    HASHES,
+    RESULT_OP,
+    TopicHashes,
+    TopicTexts,
+    by_place,
+    last_of_each,
+    last_texts,
+    places_of,
+)
 
 
 @dataclass(frozen=True)
@@ -103,13 +115,33 @@ class Replay:
 
         :param keyed: of each key the last one, unless that says that the row is gone.
         """
+        with self._queried() as found:
+            texts = _texts(found, target.table, keyed)
+        yield from _at_last(texts, target.table, keyed)
+
+    def sums(self, target: Target, buckets: int) -> Mapping[int, Sequence[int]]:
+        """The sums of the rows' hashes, see :func:`.sums.add_up`; of each key, if there is one, the last row.
+
+        Messages have to tell whole rows.
+        """
+        table = target.table
+        with self._queried() as found:
+            hashes = by_place(found, table).mapInArrow(TopicHashes(table), HASHES).toArrow()
+        last = last_of_each(hashes, ["key"]) if table.key else hashes
+        sums: dict[int, list[int]] = {}
+        contents = np.stack([last[name].to_numpy() for name in ("first", "second")], axis=1)
+        add_up(sums, last["hash"].to_numpy(), contents, buckets)
+        return sums
+
+    @contextmanager
+    def _queried(self) -> Iterator[DataFrame]:
+        """The rows of the result, with what Spark fails with told as ours."""
         end, passed = self.until(), self.passed()
         raw = behind_truncates(messages.raw_range(self.spark, self.source, self.first, end), passed.truncated)
         try:
-            texts = _texts(result(self.spark, self.source, without(raw, passed.skipped)), target.table, keyed)
+            yield result(self.spark, self.source, without(raw, passed.skipped))
         except PySparkException as e:
             raise failure_of(str(e)) from e
-        yield from _at_last(texts, target.table, keyed)
 
     def closed_rows(self, keyed: bool, target: Target, keys: object = None) -> Iterator[pa.RecordBatch]:
         """As :meth:`rows`, of what nothing changes any more."""

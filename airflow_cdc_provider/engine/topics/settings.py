@@ -208,6 +208,9 @@ class TopicSource:
             "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas|[.]pem|keystore[.]key",
             # So many state stores commit in each batch, however little is in it.
             "spark.sql.shuffle.partitions": "4",
+            # In bytes of byte code, beyond which Java never compiles a method: those for a whole stage that checks the
+            # values of eight columns are longer, and took a third of a batch as they were interpreted.
+            "spark.sql.codegen.hugeMethodLimit": "8000",
         }
 
     @property

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 
-from airflow_cdc_provider.engine.arrays import array_elements
+from airflow_cdc_provider.engine.arrays import array_elements, array_texts
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure, sqlstate
 from airflow_cdc_provider.engine.effects import (
@@ -36,6 +36,7 @@ from airflow_cdc_provider.engine.errors import CdcError, ValueRefused
 from airflow_cdc_provider.engine.garbage import spare_modules
 from airflow_cdc_provider.engine.sinks.base import Sink, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, to_texts
+from airflow_cdc_provider.engine.sums import hashes_of
 from airflow_cdc_provider.engine.topics.unchanged import Away, masks, net_of
 
 LEFT_OUT = "_unchanged"
@@ -46,6 +47,9 @@ RESULT_OP = "_op"
 
 UNSENT = "\ue000a value that was not sent\ue000"
 """Stands in texts for a value that a message leaves out, where no other one tells it."""
+
+HASHES = "key string, hash bigint, first bigint, second bigint"
+"""The columns that :class:`TopicHashes` makes."""
 
 _DATA = "22"  # SQLSTATE's class of errors of data, such as a zero byte in a text
 SEGMENT_BITS, SEGMENTS = 50, 8000  # of a row's number, those below its unit's segment; and how many there may be
@@ -165,6 +169,32 @@ class TopicTexts:
             made = pa.table({f"c{i}": column for i, column in enumerate(columns)} | {RESULT_OP: told})
             kept = last_texts(made, self.table) if self.keyed else made
             yield from kept.cast(pa.schema([(name, pa.string()) for name in kept.column_names])).to_batches()
+
+
+@dataclass(frozen=True)
+class TopicHashes:
+    """Makes hashes of the query's rows for a comparison, far less than their texts, where messages tell whole rows.
+
+    Rows are of :data:`HASHES`: the key's text if the table has a key, of which a task's last row stays, that text's
+    first hash, otherwise that of the whole row, and the two hashes of the row. See :mod:`.sums`.
+    """
+
+    table: Table
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        key = key_of(self.table)
+        for rows in _portions(batches):
+            made = pa.table({place: to_texts(rows[place].combine_chunks()) for place in places_of(self.table)})
+            kept = (last_of_each(made, key) if key else made).combine_chunks()
+            contents = hashes_of(array_texts([column.chunk(0) for column in kept.columns]).to_pylist())
+            keys = array_texts([kept[place].chunk(0) for place in key]).cast(pa.string()) if key else None
+            columns = {
+                "key": pa.nulls(kept.num_rows, pa.string()) if keys is None else keys,
+                "hash": contents[:, 0] if keys is None else hashes_of(keys.to_pylist())[:, 0],
+                "first": contents[:, 0],
+                "second": contents[:, 1],
+            }
+            yield pa.RecordBatch.from_pydict({name: pa.array(values) for name, values in columns.items()})
 
 
 def last_texts(rows: pa.Table, table: Table) -> pa.Table:

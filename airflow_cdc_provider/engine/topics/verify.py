@@ -13,7 +13,7 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,10 +153,23 @@ def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> Abstra
     compared = target if way.keyed else replace(target, table=replace(target.table, key=()))
     rows = replay.closed_rows if way.closing else replay.rows
     made = RowSide(compared, partial(rows, way.keyed), way.source)
+    if way.source is mirror_rows and not way.closing:
+        made = _Hashed(compared, partial(rows, way.keyed), way.source, replay)
     found = RowSide(compared, sink.rows if way.keyed else _Remaining(sink.rows, replay.passed), way.target)
     if replay.late:
         found = replace(found, shaped=_Within(found.shaped, made))
     return nullcontext(Sides(compared.table, made, found, _BUCKETS))
+
+
+@dataclass(frozen=True)
+class _Hashed(RowSide):
+    """Has the executors hash the rows of a scan, instead of fetching them."""
+
+    replay: Replay
+
+    def scan(self, buckets: int) -> Mapping[int, Sequence[Any]]:
+        """See :meth:`.Side.scan`."""
+        return self.replay.sums(self.target, buckets)
 
 
 @dataclass(frozen=True)

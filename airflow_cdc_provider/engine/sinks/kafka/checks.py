@@ -24,9 +24,8 @@ def check(settings: KafkaSettings, checks: Checks, pipeline: Pipeline, tables: S
     """See :meth:`.SinkSettings.check`."""
     sink = settings.open(pipeline.name)
     checks.run("sink", lambda: f"Kafka answers at {settings.place}, cluster {sink.cluster.id()}.")
-    checks.warn_of_readable(
-        "sink", readable_logins(settings.properties, settings.registry, settings.registry_properties)
-    )
+    for warning in readable_logins("sink", settings.properties, settings.registry, settings.registry_properties):
+        checks.warn("encryption", warning)
     if not checks.passed("sink"):
         return
     checks.run("commit record", partial(_journal, sink))
