@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.errors import ConfigError, StreamFailed
+from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, StreamFailed
+from airflow_cdc_provider.engine.findings import Checks
 from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target
 from airflow_cdc_provider.engine.sinks.delta import spark as delta_spark
+from airflow_cdc_provider.engine.sinks.delta.checks import check
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from tests.delta_spark import delta_session
-from tests.sink_contract import IDENTITY, ORIGIN, TARGET, WATERMARK, WHOLE, text
+from tests.sink_contract import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, text
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -97,3 +101,50 @@ def test_a_condition_that_fails_on_a_row_is_refused_as_one_that_cannot_be_read(
     copy(sink, epoch)
     with pytest.raises(ConfigError, match="DIVIDE_BY_ZERO"):
         sink.matching_keys(TARGET, "1 / (id - 1) > 0")
+
+
+@pytest.mark.parametrize(
+    ("columns", "properties", "named"),
+    [
+        (
+            "id BIGINT GENERATED ALWAYS AS IDENTITY, note VARCHAR(3), amount DECIMAL(10,1) NOT NULL, x INT NOT NULL",
+            "TBLPROPERTIES ('delta.appendOnly' = 'true')",
+            (
+                "id is generated",
+                "note is VARCHAR(3) and has to be STRING",
+                "amount is DECIMAL(10,1) and has to be DECIMAL(10,2)",
+                "amount is NOT NULL, which values of the source may be",
+                "x is NOT NULL and no column of the source",
+                "delta.appendOnly is true, and rows of a mirror are changed and deleted",
+            ),
+        ),
+        (
+            "id BIGINT NOT NULL, note CHAR(2), amount DECIMAL(10,2) GENERATED ALWAYS AS (CAST(id AS DECIMAL(10,2)))",
+            "",
+            ("note is CHAR(2) and has to be STRING", "amount is generated"),
+        ),
+        ("id BIGINT NOT NULL, Note STRING, amount DECIMAL(10,2), theirs INT", "", ()),
+    ],
+)
+def test_a_table_that_would_not_keep_the_rows_is_refused_before_anything_is_written(
+    spark: SparkSession, tmp_path: Path, columns: str, properties: str, named: tuple[str, ...]
+) -> None:
+    spark.sql(f"CREATE TABLE delta.`{tmp_path}/copy/Ord ers` ({columns}) USING delta {properties}")
+    sink = {"type": "delta", "path": str(tmp_path), "schema": "copy"}
+    pipeline = Pipeline.parse(
+        {"pipeline": "p", "source": {"dsn": "postgresql://h/d", "tables": [LABEL]}, "sink": sink, "state": "file:///x"}
+    )
+    checks = Checks()
+    check(cast(DeltaSettings, pipeline.sink), checks, pipeline, [TABLE])
+    (error,) = [finding.error for finding in checks.findings if finding.check == "target tables"]
+    if not named:
+        assert error is None
+        assert copy(*prepared(tmp_path)) == 1
+        assert [row["note"] for row in spark.table(f"delta.`{tmp_path}/copy/Ord ers`").collect()] == ["a"]
+        return
+    with pytest.raises(ForeignTable) as refused:
+        prepared(tmp_path)
+    assert error is not None
+    assert error.message == refused.value.message
+    assert refused.value.message.partition("cannot have the rows: ")[2].split("; ") == list(named)
+    assert [path.name for path in (tmp_path / "copy" / "Ord ers").iterdir()] == ["_delta_log"]

@@ -1,4 +1,7 @@
-"""What can be checked of a Delta sink without Spark, changing nothing but for a file that comes and goes."""
+"""What can be checked of a Delta sink, changing nothing but for a file that comes and goes.
+
+Spark is started only where a target table is there that others have made, and to ask a catalog for it.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,13 @@ from collections.abc import Sequence
 
 from airflow_cdc_provider.engine.catalog import Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable
+from airflow_cdc_provider.engine.errors import ConfigError
 from airflow_cdc_provider.engine.findings import Checks
 from airflow_cdc_provider.engine.preflight import target_name
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.layout import require_apart, require_possible
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-from airflow_cdc_provider.engine.sinks.delta.table import has_log
 
 
 def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
@@ -37,19 +39,15 @@ def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: S
 
     def possible() -> str:
         record = sink.record()
-        ours = {(target.schema, target.name) for target in record.targets} if record is not None else set()
+        recorded = record.targets if record is not None else ()
+        ours = {sink.layout.known_as(target.schema, target.name) for target in recorded}
         targets = [Target(table, *target_name(pipeline, table)) for table in tables or ()]
         require_apart(sink.layout, targets)
         for target in targets:
             require_possible(sink.layout, target, settings.mode)
-            taken = sink.layout.catalog is None and has_log(sink.layout, target)
-            if taken and (target.schema, target.name) not in ours and not sink.is_empty(target):
-                raise ForeignTable(
-                    f"the target table {target.schema}.{target.name} exists and has rows that pipeline"
-                    f" {pipeline.name!r} did not write",
-                    "Empty or drop the table, or give the pipeline another target schema (sink.schema).",
-                )
-        return "Every table can be a Delta table, and no target table has rows of others."
+            if sink.layout.known_as(target.schema, target.name) not in ours:
+                sink.require_usable(target)
+        return "Every table can be a Delta table, and target tables that others have made can have the rows."
 
     if checks.run("sink", writable) is not None and tables is not None:
         checks.run("sink partitions", known)

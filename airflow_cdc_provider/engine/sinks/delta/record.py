@@ -21,8 +21,8 @@ from airflow_cdc_provider.engine.sinks.delta.layout import (
     location,
     require_apart,
     require_possible,
-    table_columns,
 )
+from airflow_cdc_provider.engine.sinks.delta.obstacles import obstacles
 from airflow_cdc_provider.engine.sinks.delta.spark import (
     BEGUN,
     SPARK_ERRORS,
@@ -85,14 +85,19 @@ class DeltaRecord(LakeRecord):
         """See :meth:`.record.LakeRecord._check_target`."""
         require_possible(self.layout, target, self.mode)
         known = recorded is not None and (recorded.schema, recorded.name) == (target.schema, target.name)
-        if self.layout.catalog is None and not has_log(self.layout, target):
-            return
-        table = self._table(target)
-        if not table.exists():
-            return
-        if self.mode == "changelog" and (ours or known) and start is not None:
+        if not (ours or known):
+            self.require_usable(target)
+        elif self.mode == "changelog" and start is not None and (table := self._found(target)) is not None:
             self._refuse_older_history(table, start)
-        if ours or known:
+
+    @looking()
+    def require_usable(self, target: Target) -> None:
+        """Refuse a table of others that has rows, or would not take the pipeline's or keep them as they are.
+
+        :raises ForeignTable: saying why.
+        """
+        table = self._found(target)
+        if table is None:
             return
         if not table.empty():
             raise ForeignTable(
@@ -100,12 +105,11 @@ class DeltaRecord(LakeRecord):
                 " did not write",
                 "Empty or drop the table, or give the pipeline another target schema (`sink.schema`).",
             )
-        wanted, found = table_columns(target, self.mode), Present(table.columns(), mapped=True)
-        others = [f"{name} {kind}" for name, kind in wanted.items() if found.type_of(name) != kind]
-        if others:
+        found = obstacles(target, self.mode, table.schema(), table.properties())
+        if found:
             raise ForeignTable(
-                f"the target table {target.schema}.{target.name} exists, but lacks columns: {', '.join(others)}",
-                "Drop the table, so that it is created as it has to be, or give it these columns.",
+                f"the target table {target.schema}.{target.name} exists, but cannot have the rows: {'; '.join(found)}",
+                "Drop the table, so that it is created as it has to be, or make it so.",
             )
 
     def _known_as(self, schema: str, name: str) -> Hashable:
@@ -245,9 +249,12 @@ class DeltaRecord(LakeRecord):
         """Whether a target table exists."""
         return self._table(target).exists()
 
-    def is_empty(self, target: Target) -> bool:
-        """Whether a target table that is there has no rows."""
-        return self._table(target).empty()
+    def _found(self, target: Target) -> DeltaTable | None:
+        """A target table, if it exists; a path table is looked for without Spark."""
+        if self.layout.catalog is None and not has_log(self.layout, target):
+            return None
+        table = self._table(target)
+        return table if table.exists() else None
 
     def _table(self, target: Target) -> DeltaTable:
         return DeltaTable(session(dict(self.conf)), self.layout, target, self.mode, self._home)

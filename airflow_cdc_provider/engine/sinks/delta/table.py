@@ -8,6 +8,7 @@ that was overtaken does nothing.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from functools import cached_property, reduce
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+from pyspark.sql.types import StructType
 
 from airflow_cdc_provider.engine.effects import ERASED
 from airflow_cdc_provider.engine.failpoint import failpoint
@@ -93,6 +95,13 @@ class DeltaTable:
     def columns(self) -> dict[str, str]:
         """Names and types of the columns that it has."""
         return {field.name: field.dataType.simpleString().upper() for field in self.read().schema}
+
+    def schema(self) -> StructType:
+        """Its columns as its log has them: readers are not told which ones are generated."""
+        (detail,) = self.spark.sql(f"DESCRIBE DETAIL {self._name}").collect()
+        of_delta = self.spark._jvm.org.apache.spark.sql.delta  # type: ignore[union-attr]
+        log = of_delta.DeltaLog.forTable(self.spark._jsparkSession, detail["location"])
+        return StructType.fromJson(json.loads(log.unsafeVolatileSnapshot().metadata().schemaString()))
 
     def properties(self) -> dict[str, str]:
         """Its properties."""

@@ -1,0 +1,49 @@
+"""What stands in the way of rows in a Delta table that others have made. Pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pyspark.sql import types as t
+
+from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.delta.layout import table_columns
+from airflow_cdc_provider.engine.sinks.settings import Mode
+
+_BOUNDED = "__CHAR_VARCHAR_TYPE_STRING"
+_GENERATED, _IDENTITY = "delta.generationExpression", "delta.identity.start"
+# Of a changelog's columns, those that every event has.
+_ALWAYS = frozenset({"_op", "_commit_lsn"})
+
+
+def obstacles(target: Target, mode: Mode, schema: t.StructType, properties: Mapping[str, str]) -> list[str]:
+    """Return what a table would refuse of the rows, or not keep as it is: phrases, each about a column or a property.
+
+    :param schema: of the table, as its log has it.
+    :param properties: of the table.
+    """
+    columns = {field.name.lower(): field for field in schema}
+    filled = {column.name for column in target.table.columns if column.not_null} if mode == "mirror" else _ALWAYS
+    found = []
+    for name, wanted in table_columns(target, mode).items():
+        field = columns.pop(name.lower(), None)
+        if field is None:
+            found.append(f"it has no column {name} {wanted}")
+            continue
+        if (kind := _type(field)) != wanted:
+            found.append(f"{name} is {kind} and has to be {wanted}")
+        if _GENERATED in field.metadata or _IDENTITY in field.metadata:
+            found.append(f"{name} is generated")
+        if not field.nullable and name not in filled:
+            found.append(f"{name} is NOT NULL, which values of the source may be")
+    found += [
+        f"{name} is NOT NULL and no column of the source" for name, field in columns.items() if not field.nullable
+    ]
+    if mode == "mirror" and properties.get("delta.appendOnly", "").lower() == "true":
+        found.append("delta.appendOnly is true, and rows of a mirror are changed and deleted")
+    return found
+
+
+def _type(field: t.StructField) -> str:
+    bounded: str = field.metadata.get(_BOUNDED, field.dataType.simpleString())
+    return bounded.upper()
