@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.errors import (
     Fenced,
     ForeignTable,
     LimitExceeded,
+    StreamFailed,
     TargetConflict,
     UncapturableTable,
 )
@@ -318,6 +319,37 @@ def test_a_constraint_of_the_target_stops_the_pipeline_until_it_is_gone(spark: S
     sink.take_epoch("again")
     assert sink.record().applied == 200  # type: ignore[union-attr]
     assert rows(spark, root, "id") == [(1,), (2,)]
+
+
+def test_whatever_spark_fails_of_is_told_with_its_cause(spark: SparkSession, root: Path) -> None:
+    sink, epoch = prepared(root)
+    copy(sink, epoch, WHOLE, ("1", "a", "1"))
+    refuse = "CHECK (id < 5 OR isnull(raise_error('on purpose')))"
+    spark.sql(f"ALTER TABLE delta.`{root}/copy/Ord ers` ADD CONSTRAINT odd {refuse}")
+    unit = [stage(sink, epoch, [upsert("7", "b", "7")])]
+    steps: list[Callable[[], object]] = [lambda: sink.commit(epoch, 100, 200, unit), lambda: sink.take_epoch("again")]
+    for step in steps:
+        with pytest.raises(StreamFailed, match="on purpose SQLSTATE: P0001") as told:
+            step()
+        assert told.value.solution
+    spark.sql(f"ALTER TABLE delta.`{root}/copy/Ord ers` DROP CONSTRAINT odd")
+    epoch = sink.take_epoch("mended")
+    assert sink.record().applied == 200  # type: ignore[union-attr]
+
+    for file in (root / "copy" / "Ord ers").rglob("*.parquet"):
+        file.write_bytes(b"no longer what it was")
+        (file.parent / f".{file.name}.crc").unlink(missing_ok=True)
+    unit = [stage(sink, epoch, [upsert("7", "c", "7")])]
+    steps = [
+        lambda: list(sink.rows(TARGET)),
+        lambda: list(sink.rows(TARGET, [("1",)])),
+        lambda: sink.matching_keys(TARGET, "id > 0"),
+        lambda: sink.commit(epoch, 200, 300, unit),
+    ]
+    for step in steps:
+        with pytest.raises(StreamFailed, match="is not a Parquet file") as damaged:
+            step()
+        assert damaged.value.solution
 
 
 def test_events_are_read_as_postgres_writes_them(spark: SparkSession, root: Path) -> None:

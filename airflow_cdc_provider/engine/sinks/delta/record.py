@@ -220,6 +220,7 @@ class DeltaRecord(LakeRecord):
             f" with a .json, run CREATE TABLE {name} USING delta LOCATION '…' with that folder; otherwise remove it."
         )
 
+    @looking()
     def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.record.LakeRecord._missing`: a table is made when its first rows come."""
         contents: Contents = {} if head is None else head.contents
@@ -245,6 +246,7 @@ class DeltaRecord(LakeRecord):
                 f"Run `airflow-cdc resnapshot --table {target.table.label}`: it creates and fills it.",
             )
 
+    @looking()
     def is_there(self, target: Target) -> bool:
         """Whether a target table exists."""
         return self._table(target).exists()

@@ -33,6 +33,7 @@ from airflow_cdc_provider.engine.sinks.delta.definition import plan
 from airflow_cdc_provider.engine.sinks.delta.layout import location, quoted, require_possible
 from airflow_cdc_provider.engine.sinks.delta.reads import DeltaReads, key_texts
 from airflow_cdc_provider.engine.sinks.delta.record import Decided
+from airflow_cdc_provider.engine.sinks.delta.spark import looking
 from airflow_cdc_provider.engine.sinks.delta.table import DeltaTable
 from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made
 from airflow_cdc_provider.engine.sinks.lake.values import TEXT, arrow_type, to_texts, to_typed
@@ -186,14 +187,17 @@ class DeltaSink(DeltaReads):
         names = [column.name for column in target.table.columns]
         if self.mode == "changelog":
             names += ["_op", "_commit_lsn", "_seq", "_before", "_unchanged"]
-        found = table.read().select(*map(quoted, names))
-        if keys is not None and self.mode == "mirror":
-            found = found.join(self._keys(table, keys), list(target.table.key), "left_semi").select(*map(quoted, names))
+        with looking():
+            found = table.read().select(*map(quoted, names))
+            if keys is not None and self.mode == "mirror":
+                found = found.join(self._keys(table, keys), list(target.table.key), "left_semi")
+                found = found.select(*map(quoted, names))
         # By way of files, so that any number of rows passes through.
         table.spark.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
         place = self._home / "reading" / uuid.uuid4().hex
         try:
-            found.toDF(*(f"c{i}" for i in range(len(names)))).write.parquet(location(place))
+            with looking():
+                found.toDF(*(f"c{i}" for i in range(len(names)))).write.parquet(location(place))
             for file in place.names():
                 if file.endswith(".parquet"):
                     with place.reading(file) as opened:

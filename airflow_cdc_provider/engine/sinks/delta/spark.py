@@ -101,7 +101,8 @@ def looking() -> Iterator[None]:
         yield
     except SPARK_ERRORS as e:
         raise StreamFailed(
-            f"a target table could not be looked at: {first_line(e)}", "Start again: nothing has been decided."
+            f"a target table could not be looked at: {first_line(e)}",
+            "Start again: nothing has been decided. If this comes again, see whether Spark can read the table.",
         ) from e
 
 
@@ -116,6 +117,11 @@ def stands_in_the_way(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """What Spark says, without its stack."""
-    text = str(error.java_exception) if isinstance(error, Py4JJavaError) else str(error)
+    """What Spark says, without its stack; of the failure of a task, what the task has failed of."""
+    text = str(error)
+    if isinstance(error, Py4JJavaError):
+        cause = error.java_exception
+        while cause.getCause() is not None:
+            cause = cause.getCause()
+        text = str(cause)
     return " ".join(text.split("\n\tat ")[0].splitlines()[0].split())

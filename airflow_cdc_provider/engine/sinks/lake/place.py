@@ -11,11 +11,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import fsspec
 
@@ -143,13 +143,10 @@ class Place:
                     _make_directory(Path(path).parent)
                 file = self._fs.open(path, "wb")
             try:
-                yield file
-            except BaseException as e:
+                yield cast(IO[bytes], _Written(file, lambda: self._told("written", name)))
+            except BaseException:
                 _abandon(file)
-                if not isinstance(e, OSError):
-                    raise
-                with self._told("written", name):
-                    raise
+                raise
             with self._told("written", name):
                 file.close()
                 if self.local:
@@ -255,6 +252,23 @@ class Place:
                 f"{self.url}/{name} cannot be {what}: {reason}",
                 "See that the store is there and has space, and that the driver and all executors reach it.",
             ) from e
+
+
+class _Written:
+    """A file that is being written to.
+
+    :param told: says what its store refuses, see :meth:`Place._told`.
+    """
+
+    def __init__(self, file: IO[bytes], told: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file, self._told = file, told
+
+    def write(self, data: bytes) -> int:
+        with self._told():
+            return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def beside(path: str) -> str:
