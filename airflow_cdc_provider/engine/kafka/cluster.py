@@ -305,10 +305,10 @@ class Cluster:
         try:
             with self.failing(f"topic {topic.name} cannot be read"):
                 yield lent.consumer
+                lent.consumer.unassign()
         except BaseException:
             lent.consumer.close()
             raise
-        lent.consumer.unassign()
         kept.append(lent)
 
     def _consumer(self, committed: bool) -> Consumer:

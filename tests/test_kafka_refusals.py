@@ -1,0 +1,110 @@
+"""Whatever the client of Kafka says, with any code and at any step of the sink, is an error that says what helps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+
+from airflow_cdc_provider.demo.kafka import KafkaServer
+from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.kafka import cluster
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.sinks.kafka import staging, writer
+from tests.kafka_sink import KafkaStore, clear
+from tests.sink_contract import TARGET, Begun, begin
+from tests.test_postgres_refusals import attempts
+
+UNKNOWN = 12_345
+ENDING = ("prepare", "restart", "forget", "take_epoch", "drop")
+"""Steps behind which those before have no more to do, so that they come last."""
+CODES = sorted({code for code in vars(KafkaError).values() if isinstance(code, int)} - {KafkaError.NO_ERROR})
+CALLS = {
+    AdminClient: (cluster,),
+    Consumer: (cluster,),
+    Producer: (staging, writer),
+}
+
+
+@pytest.mark.parametrize("section", ["source", "sink"])
+def test_every_code_becomes_an_error_with_a_solution(section: str) -> None:
+    for code in [*CODES, UNKNOWN]:
+        error = Cluster("one:9092", section=section).failure(KafkaError(code), "it fails")
+        assert error.solution
+        assert KafkaError(code).name() in error.message
+
+
+class Trouble:
+    """Lets one call of a client fail when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left: int | None = None
+        self.met = ""
+        for kind, modules in CALLS.items():
+            for module in modules:
+                monkeypatch.setattr(module, kind.__name__, self._failing(kind))
+
+    def _failing(self, kind: type) -> type:
+        """A client as it is, but for the call that fails."""
+        trouble = self
+
+        def call(name: str) -> Callable[..., Any]:
+            def called(client: Any, *arguments: Any, **named: Any) -> Any:
+                trouble._pass(f"{kind.__name__}.{name}")
+                return getattr(super(made, client), name)(*arguments, **named)
+
+            return called
+
+        public = {name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))}
+        made = type(kind.__name__, (kind,), {name: call(name) for name in public - {"close", "poll"}})
+        return made
+
+    def _pass(self, name: str) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left == -1:
+                self.met = name
+                raise KafkaException(KafkaError(UNKNOWN, "on purpose"))
+
+    def begin(self, after: int) -> None:
+        """Let one call fail, after some that do not."""
+        self._left, self.met = after, ""
+
+    def end(self) -> None:
+        """Let no call fail."""
+        self._left = None
+
+
+def test_no_error_of_the_client_leaves_the_sink(kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trouble = Trouble(monkeypatch)
+    begun = begin(KafkaStore(kafka.brokers, partitions=1), "changelog")
+    steps = _steps(begun)
+    for step in sorted(steps, key=lambda name: ENDING.index(name) if name in ENDING else -1):
+        attempt = steps[step]
+        for after in itertools.count():
+            trouble.begin(after)
+            try:
+                attempt()
+            except CdcError as e:
+                assert e.solution, (step, trouble.met)
+            finally:
+                trouble.end()
+            if not trouble.met:
+                assert after, step
+                break
+
+
+def _steps(begun: Begun) -> dict[str, Callable[[], object]]:
+    """What a pipeline does to its sink, and asks of it."""
+    begun.sink.deposit(begun.epoch, "there", b"data")
+    return {
+        **attempts(begun),
+        "record": begun.sink.record,
+        "missing": lambda: begun.sink.missing([TARGET]),
+        "fetch": lambda: begun.sink.fetch(begun.epoch, "there", 4),
+        "rows": lambda: list(begun.sink.rows(TARGET)),
+    }
