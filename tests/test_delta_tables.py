@@ -113,8 +113,8 @@ def test_a_condition_that_fails_on_a_row_is_refused_as_one_that_cannot_be_read(
                 "id is generated",
                 "note is VARCHAR(3) and has to be STRING",
                 "amount is DECIMAL(10,1) and has to be DECIMAL(10,2)",
-                "amount is NOT NULL, which values of the source may be",
-                "x is NOT NULL and no column of the source",
+                "amount is NOT NULL, and not every row has a value there",
+                "x is NOT NULL, and no row has such a column",
                 "delta.appendOnly is true, and rows of a mirror are changed and deleted",
             ),
         ),
@@ -123,7 +123,11 @@ def test_a_condition_that_fails_on_a_row_is_refused_as_one_that_cannot_be_read(
             "",
             ("note is CHAR(2) and has to be STRING", "amount is generated"),
         ),
-        ("id BIGINT NOT NULL, Note STRING, amount DECIMAL(10,2), theirs INT", "", ()),
+        (
+            "id BIGINT NOT NULL, Note STRING, amount DECIMAL(10,2), theirs INT, day INT NOT NULL DEFAULT 1",
+            "TBLPROPERTIES ('delta.feature.allowColumnDefaults' = 'supported')",
+            (),
+        ),
     ],
 )
 def test_a_table_that_would_not_keep_the_rows_is_refused_before_anything_is_written(
@@ -148,3 +152,27 @@ def test_a_table_that_would_not_keep_the_rows_is_refused_before_anything_is_writ
     assert error.message == refused.value.message
     assert refused.value.message.partition("cannot have the rows: ")[2].split("; ") == list(named)
     assert [path.name for path in (tmp_path / "copy" / "Ord ers").iterdir()] == ["_delta_log"]
+
+
+def test_of_a_changelog_only_what_every_event_has_may_be_not_null(spark: SparkSession, tmp_path: Path) -> None:
+    columns = "_op STRING NOT NULL, _commit_lsn BIGINT NOT NULL, _seq BIGINT, _xid BIGINT, _commit_ts TIMESTAMP"
+    columns = f"id BIGINT {{}}, note STRING, amount DECIMAL(10,2), {columns}, _before STRING, _unchanged ARRAY<STRING>"
+    table = f"delta.`{tmp_path}/copy/Ord ers`"
+    sink = DeltaSettings(str(tmp_path), mode="changelog").open("p")
+    spark.sql(
+        f"CREATE TABLE {table} ({columns.format('NOT NULL')}) USING delta TBLPROPERTIES (delta.appendOnly = true)"
+    )
+    with pytest.raises(ForeignTable, match=r"rows: id is NOT NULL, and not every event has a value there$"):
+        sink.prepare([TARGET], [WHOLE], IDENTITY, 100)
+    spark.sql(f"ALTER TABLE {table} ALTER COLUMN id DROP NOT NULL")
+    sink.prepare([TARGET], [WHOLE], IDENTITY, 100)
+
+
+def test_a_table_of_a_catalog_that_is_not_of_delta_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    spark.sql(f"CREATE SCHEMA copy LOCATION '{tmp_path}/copy'")
+    try:
+        spark.sql("CREATE TABLE copy.t (id BIGINT, note STRING, amount DECIMAL(10,2)) USING parquet")
+        with pytest.raises(ForeignTable, match=r"copy\.t exists, and is of parquet, not Delta"):
+            prepared(tmp_path, replace(TARGET, name="t"), "spark_catalog")
+    finally:
+        spark.sql("DROP SCHEMA copy CASCADE")

@@ -35,9 +35,9 @@ def add_up(found: dict[int, list[int]], keys: NDArray[np.int64], contents: NDArr
     :param buckets: how many there are, a power of two.
     """
     bucket = keys & (buckets - 1)
-    order = np.argsort(bucket, kind="stable")
-    names, starts, counts = np.unique(bucket[order], return_index=True, return_counts=True)
+    order = np.argsort(bucket)
     ordered = contents[order]
+    names, starts, counts = np.unique(bucket[order], return_index=True, return_counts=True)
     # By halves, as the sum of many whole hashes is no int64 any more.
     high, low = (np.add.reduceat(half, starts) for half in (ordered >> 32, ordered & 0xFFFFFFFF))
     sums = zip(names.tolist(), counts.tolist(), high.tolist(), low.tolist(), strict=True)

@@ -63,11 +63,13 @@ class Shape:
     :param table: its columns and key.
     :param stateful: it keeps state from one batch to the next.
     :param told: its result says by :data:`.messages.OP` what has been done to a row.
+    :param partial: its result says by :data:`.unchanged.UNCHANGED` which values of a row are left out.
     """
 
     table: Table
     stateful: bool
     told: bool
+    partial: bool = False
 
 
 def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
@@ -93,7 +95,7 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
     _check_names(pipeline, names, stateful)
     if keeps_last(pipeline, OP in names):
         require_order(rows, source.key, stateful)
-    return Shape(_table(source, rows.schema), stateful, OP in names)
+    return Shape(_table(source, rows.schema), stateful, OP in names, UNCHANGED in names)
 
 
 def result(

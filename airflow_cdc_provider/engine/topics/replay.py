@@ -127,11 +127,7 @@ class Replay:
         table = target.table
         with self._queried() as found:
             hashes = by_place(found, table).mapInArrow(TopicHashes(table), HASHES).toArrow()
-        last = last_of_each(hashes, ["key"]) if table.key else hashes
-        sums: dict[int, list[int]] = {}
-        contents = np.stack([last[name].to_numpy() for name in ("first", "second")], axis=1)
-        add_up(sums, last["hash"].to_numpy(), contents, buckets)
-        return sums
+        return summed(hashes, bool(table.key), buckets)
 
     @contextmanager
     def _queried(self) -> Iterator[DataFrame]:
@@ -208,6 +204,18 @@ class _Ran:
 def _texts(rows: DataFrame, table: Table, keyed: bool) -> pa.Table:
     schema = ", ".join(f"{name} string" for name in (*places_of(table), RESULT_OP))
     return by_place(rows, table).mapInArrow(TopicTexts(table, keyed), schema).toArrow()
+
+
+def summed(hashes: pa.Table, keyed: bool, buckets: int) -> Mapping[int, Sequence[int]]:
+    """Add up what :class:`.TopicHashes` has made, in the order of the rows.
+
+    :param keyed: of each key the last row.
+    """
+    last = last_of_each(hashes, ["key"]) if keyed else hashes
+    sums: dict[int, list[int]] = {}
+    contents = np.stack([last[name].to_numpy() for name in ("first", "second")], axis=1)
+    add_up(sums, last["hash"].to_numpy(), contents, buckets)
+    return sums
 
 
 def _at_last(texts: pa.Table, table: Table, keyed: bool) -> list[pa.RecordBatch]:

@@ -175,7 +175,7 @@ class TopicTexts:
 class TopicHashes:
     """Makes hashes of the query's rows for a comparison, far less than their texts, where messages tell whole rows.
 
-    Rows are of :data:`HASHES`: the key's text if the table has a key, of which a task's last row stays, that text's
+    Rows are of :data:`HASHES`: the key's text if the table has a key, of which a portion's last row stays, that text's
     first hash, otherwise that of the whole row, and the two hashes of the row. See :mod:`.sums`.
     """
 
@@ -249,8 +249,9 @@ def places_of(table: Table) -> list[str]:
 
 
 def key_of(table: Table) -> list[str]:
-    """The key's columns, by their places."""
-    return [f"c{i}" for i, column in enumerate(table.columns) if column.name in table.key]
+    """The key's columns in its order, by their places."""
+    names = [column.name for column in table.columns]
+    return [f"c{names.index(name)}" for name in table.key]
 
 
 def last_of_each(rows: pa.Table, key: list[str]) -> pa.Table:

@@ -98,12 +98,14 @@ class Way:
     :param keyed: the row that each key has at last is compared, otherwise all rows with their copies.
     :param source, target: what makes rows comparable.
     :param closing: rows come once nothing changes them any more, windows when they are closed.
+    :param hashed: rows of the source can be hashed where they are made, as each one is told as a whole.
     """
 
     keyed: bool
     source: Shaped
     target: Shaped
     closing: bool
+    hashed: bool = False
 
 
 def _way_of(mode: Mode, output: Output, shape: Shape) -> Way | None:
@@ -112,12 +114,13 @@ def _way_of(mode: Mode, output: Output, shape: Shape) -> Way | None:
     :param output: in which the pipeline's query gives its results, to all sinks alike.
     """
     closing = shape.stateful and output == "append"
+    hashed = not (closing or shape.told or shape.partial)
     if mode == "mirror":
         # Of a row of which messages do not tell a value any more, the other values are compared.
         rows: Shaped = _Told(mirror_rows) if shape.told else mirror_rows
-        return Way(True, rows, rows, closing)
+        return Way(True, rows, rows, closing, hashed)
     if not shape.told and (closing or not shape.stateful):
-        return Way(False, mirror_rows, mirror_rows, closing)
+        return Way(False, mirror_rows, mirror_rows, closing, hashed)
     made: Shaped = _Told(keyed_rows) if shape.told else keyed_rows
     return Way(True, made, changelog_rows, closing) if shape.table.key else None
 
@@ -153,7 +156,7 @@ def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> Abstra
     compared = target if way.keyed else replace(target, table=replace(target.table, key=()))
     rows = replay.closed_rows if way.closing else replay.rows
     made = RowSide(compared, partial(rows, way.keyed), way.source)
-    if way.source is mirror_rows and not way.closing:
+    if way.hashed:
         made = _Hashed(compared, partial(rows, way.keyed), way.source, replay)
     found = RowSide(compared, sink.rows if way.keyed else _Remaining(sink.rows, replay.passed), way.target)
     if replay.late:

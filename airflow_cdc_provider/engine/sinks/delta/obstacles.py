@@ -11,7 +11,8 @@ from airflow_cdc_provider.engine.sinks.delta.layout import table_columns
 from airflow_cdc_provider.engine.sinks.settings import Mode
 
 _BOUNDED = "__CHAR_VARCHAR_TYPE_STRING"
-_GENERATED, _IDENTITY = "delta.generationExpression", "delta.identity.start"
+_GENERATED = frozenset({"delta.generationExpression", "delta.identity.start"})
+_FILLED = _GENERATED | {"CURRENT_DEFAULT"}
 # Of a changelog's columns, those that every event has.
 _ALWAYS = frozenset({"_op", "_commit_lsn"})
 
@@ -23,6 +24,7 @@ def obstacles(target: Target, mode: Mode, schema: t.StructType, properties: Mapp
     :param properties: of the table.
     """
     columns = {field.name.lower(): field for field in schema}
+    row = "row" if mode == "mirror" else "event"
     filled = {column.name for column in target.table.columns if column.not_null} if mode == "mirror" else _ALWAYS
     found = []
     for name, wanted in table_columns(target, mode).items():
@@ -32,12 +34,14 @@ def obstacles(target: Target, mode: Mode, schema: t.StructType, properties: Mapp
             continue
         if (kind := _type(field)) != wanted:
             found.append(f"{name} is {kind} and has to be {wanted}")
-        if _GENERATED in field.metadata or _IDENTITY in field.metadata:
+        if _GENERATED & field.metadata.keys():
             found.append(f"{name} is generated")
         if not field.nullable and name not in filled:
-            found.append(f"{name} is NOT NULL, which values of the source may be")
+            found.append(f"{name} is NOT NULL, and not every {row} has a value there")
     found += [
-        f"{name} is NOT NULL and no column of the source" for name, field in columns.items() if not field.nullable
+        f"{name} is NOT NULL, and no {row} has such a column"
+        for name, field in columns.items()
+        if not (field.nullable or _FILLED & field.metadata.keys())
     ]
     if mode == "mirror" and properties.get("delta.appendOnly", "").lower() == "true":
         found.append("delta.appendOnly is true, and rows of a mirror are changed and deleted")
@@ -45,5 +49,5 @@ def obstacles(target: Target, mode: Mode, schema: t.StructType, properties: Mapp
 
 
 def _type(field: t.StructField) -> str:
-    bounded: str = field.metadata.get(_BOUNDED, field.dataType.simpleString())
-    return bounded.upper()
+    kind: str = field.metadata.get(_BOUNDED, field.dataType.simpleString())
+    return kind.upper()

@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.sinks.changes import Change, Contents
 from airflow_cdc_provider.engine.sinks.delta import staging
 from airflow_cdc_provider.engine.sinks.delta.layout import quoted, require_possible
 from airflow_cdc_provider.engine.sinks.delta.record import Decided, DeltaRecord
-from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line, is_one_of, looking
+from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line, is_one_of, looking, not_looked_at
 from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made, joined
 from airflow_cdc_provider.engine.sinks.lake.room import room_at
 from airflow_cdc_provider.engine.sinks.lake.values import arrow_type, to_texts
@@ -195,17 +195,19 @@ class DeltaReads(DeltaRecord):
         """See :meth:`.base.Sink.matching_keys`."""
         if self.mode == "changelog":
             return frozenset()
-        with looking(), self._matching(target, where) as found:
+        with self._matching(target, where) as found:
             return key_texts(found.toArrow())
 
     @contextmanager
     def _matching(self, target: Target, where: str) -> Iterator[Any]:
         """The keys of the rows under a condition, which may also fail on the value of one of them."""
+        with looking():
+            rows = self._table(target).read()
         try:
-            yield self._table(target).read().where(where).select(*map(quoted, target.table.key))
+            yield rows.where(where).select(*map(quoted, target.table.key))
         except SPARK_ERRORS as e:
             if is_one_of(["FAILED_READ_FILE"], e):
-                raise
+                raise not_looked_at(e) from e
             raise ConfigError(
                 f"--where {where!r} is not a condition that Spark can tell of rows of {target.schema}.{target.name}:"
                 f" {first_line(e)}",

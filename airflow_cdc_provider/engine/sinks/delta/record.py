@@ -229,6 +229,7 @@ class DeltaRecord(LakeRecord):
             return tuple(target for target in begun if not has_log(self.layout, target))
         return tuple(target for target in begun if not self._table(target).exists())
 
+    @looking()
     def _is_gone(self, target: Target) -> bool:
         """Whether a target table does not exist, without listing its log, which may be long."""
         if self.layout.catalog is None:
@@ -253,8 +254,8 @@ class DeltaRecord(LakeRecord):
 
     def _found(self, target: Target) -> DeltaTable | None:
         """A target table, if it exists; a path table is looked for without Spark."""
-        if self.layout.catalog is None and not has_log(self.layout, target):
-            return None
+        if self.layout.catalog is None:
+            return self._table(target) if has_log(self.layout, target) else None
         table = self._table(target)
         return table if table.exists() else None
 

@@ -100,10 +100,15 @@ def looking() -> Iterator[None]:
     try:
         yield
     except SPARK_ERRORS as e:
-        raise StreamFailed(
-            f"a target table could not be looked at: {first_line(e)}",
-            "Start again: nothing has been decided. If this comes again, see whether Spark can read the table.",
-        ) from e
+        raise not_looked_at(e) from e
+
+
+def not_looked_at(error: Exception) -> StreamFailed:
+    """What is raised when Spark fails at a look at a table."""
+    return StreamFailed(
+        f"a target table could not be looked at: {first_line(error)}",
+        "Start again: nothing has been decided. If this comes again, see whether Spark can read the table.",
+    )
 
 
 def is_one_of(names: Sequence[str], error: Exception) -> bool:
@@ -117,11 +122,16 @@ def stands_in_the_way(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """What Spark says, without its stack; of the failure of a task, what the task has failed of."""
-    text = str(error)
-    if isinstance(error, Py4JJavaError):
-        cause = error.java_exception
-        while cause.getCause() is not None:
-            cause = cause.getCause()
-        text = str(cause)
+    """What Spark says, without its stacks: the error, and what it comes of in the end."""
+    if not isinstance(error, Py4JJavaError):
+        return _short(str(error))
+    cause = error.java_exception
+    outermost = _short(str(cause))
+    while cause.getCause() is not None:
+        cause = cause.getCause()
+    innermost = _short(str(cause))
+    return outermost if innermost == outermost else f"{outermost}; {innermost}"
+
+
+def _short(text: str) -> str:
     return " ".join(text.split("\n\tat ")[0].splitlines()[0].split())

@@ -20,6 +20,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from airflow_cdc_provider.engine.effects import ERASED
+from airflow_cdc_provider.engine.errors import ForeignTable
 from airflow_cdc_provider.engine.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.base import Target
 from airflow_cdc_provider.engine.sinks.delta.layout import Layout, location, names_of, quoted, sql_type, table_columns
@@ -97,8 +98,18 @@ class DeltaTable:
         return {field.name: field.dataType.simpleString().upper() for field in self.read().schema}
 
     def schema(self) -> StructType:
-        """Its columns as its log has them: readers are not told which ones are generated."""
+        """Its columns as its log has them: readers are not told which ones are generated.
+
+        :raises ForeignTable: when it is a catalog's, and not of Delta.
+        """
         (detail,) = self.spark.sql(f"DESCRIBE DETAIL {self._name}").collect()
+        if detail["format"] != "delta":
+            name = f"{self.target.schema}.{self.target.name}"
+            raise ForeignTable(
+                f"the target table {name} exists, and is of {detail['format']}, not Delta",
+                "Drop the table, so that it is created as it has to be, or give the pipeline another target schema"
+                " (`sink.schema`).",
+            )
         of_delta = self.spark._jvm.org.apache.spark.sql.delta  # type: ignore[union-attr]
         log = of_delta.DeltaLog.forTable(self.spark._jsparkSession, detail["location"])
         return StructType.fromJson(json.loads(log.unsafeVolatileSnapshot().metadata().schemaString()))

@@ -235,7 +235,7 @@ class Place:
         """Say what the file system refuses; libraries of object stores have exceptions of their own."""
         try:
             yield
-        except (CdcError, FileExistsError, FileNotFoundError):
+        except CdcError:
             raise
         except ImportError as e:
             raise ConfigError(
