@@ -10,7 +10,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed
+from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, SparkUnusable
 from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.failures import failure_of
 from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
@@ -147,6 +147,14 @@ def test_a_query_that_loses_the_order_of_messages_is_refused(
 )
 def test_groups_and_what_is_broadcast_keep_the_last_row_of_a_key(spark: SparkSession, sql: str, key: list[str]) -> None:
     assert shape(spark, sql, key=key).table.key
+
+
+def test_a_spark_that_lacks_what_its_configuration_names_is_told_as_that(spark: SparkSession) -> None:
+    session = spark.newSession()
+    session.conf.set("spark.sql.catalog.spark_catalog", "no.such.Catalog")
+    with pytest.raises(SparkUnusable, match=r"spark_catalog.*no\.such\.Catalog") as told:
+        shape(session, "SELECT id FROM messages")
+    assert "class path" in told.value.solution
 
 
 def test_names_with_dots_are_names(spark: SparkSession) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark import Accumulator
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -17,7 +18,7 @@ from pyspark.sql import types as t
 
 from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
 from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.errors import ConfigError, SparkUnusable
 from airflow_cdc_provider.engine.topics import messages
 from airflow_cdc_provider.engine.topics.lineage import Lineage, lineage_of
 from airflow_cdc_provider.engine.topics.messages import OP
@@ -76,6 +77,7 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
     """Find out what a pipeline's query returns, without asking the cluster.
 
     :raises ConfigError: when Spark does not take it, or no table can be made of it.
+    :raises SparkUnusable: when Spark cannot plan any query.
     """
     source = _source(pipeline)
     try:
@@ -83,6 +85,12 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
         _check_output(spark, rows, output_of(pipeline))
     except PySparkException as e:
         raise _refused(e) from e
+    except Py4JJavaError as e:
+        raise SparkUnusable(
+            f"Spark cannot plan source.sql: {str(e.java_exception).splitlines()[0]}",
+            "Give Spark what its configuration names: with an empty `spark.jars.packages`, the jars of Kafka's source,"
+            " and of Delta for such a sink, have to be on its class path.",
+        ) from e
     plan = rows._jdf.queryExecution().analyzed()
     if _reads(plan) > 1:
         raise ConfigError(
