@@ -16,8 +16,8 @@ from airflow_cdc_provider.engine.kafka import cluster
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka import staging, writer
 from tests.kafka_sink import KafkaStore, clear
-from tests.sink_contract import TARGET, Begun, begin
-from tests.test_postgres_refusals import attempts
+from tests.refusals import steps
+from tests.sink_contract import TARGET, begin
 
 UNKNOWN = 12_345
 ENDING = ("prepare", "restart", "forget", "take_epoch", "drop")
@@ -89,9 +89,9 @@ def store(kafka: KafkaServer) -> Iterator[KafkaStore]:
 def test_no_error_of_the_client_leaves_the_sink(store: KafkaStore, monkeypatch: pytest.MonkeyPatch) -> None:
     trouble = Trouble(monkeypatch)
     begun = begin(store, "changelog")
-    steps = _steps(begun)
-    for step in sorted(steps, key=lambda name: ENDING.index(name) if name in ENDING else -1):
-        attempt = steps[step]
+    tried = steps(begun) | {"rows": lambda: list(begun.sink.rows(TARGET))}
+    for step in sorted(tried, key=lambda name: ENDING.index(name) if name in ENDING else -1):
+        attempt = tried[step]
         for after in itertools.count():
             trouble.begin(after)
             refused = None
@@ -108,15 +108,3 @@ def test_no_error_of_the_client_leaves_the_sink(store: KafkaStore, monkeypatch: 
                 assert after, step
                 break
         assert step != "commit" or begun.record.applied == 200
-
-
-def _steps(begun: Begun) -> dict[str, Callable[[], object]]:
-    """What a pipeline does to its sink, and asks of it."""
-    begun.sink.deposit(begun.epoch, "there", b"data")
-    return {
-        **attempts(begun),
-        "record": begun.sink.record,
-        "missing": lambda: begun.sink.missing([TARGET]),
-        "fetch": lambda: begun.sink.fetch(begun.epoch, "there", 4),
-        "rows": lambda: list(begun.sink.rows(TARGET)),
-    }

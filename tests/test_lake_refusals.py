@@ -13,9 +13,9 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from airflow_cdc_provider.engine.errors import CdcError
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.place import Place
-from tests.sink_contract import TARGET, Begun, begin
+from tests.refusals import steps
+from tests.sink_contract import Begun, begin
 from tests.test_files_sink import FilesStore
-from tests.test_postgres_refusals import attempts
 
 CALLS: dict[type, tuple[str, ...]] = {
     MemoryFileSystem: ("pipe_file", "cat_file", "ls", "find", "modified", "size", "exists", "rm", "_open"),
@@ -61,9 +61,9 @@ class Trouble:
 @pytest.mark.parametrize("once", [True, False])
 def test_no_error_of_a_store_leaves_the_files_sink(monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
     trouble = Trouble(monkeypatch, once)
-    for step in _steps(_begun()):
+    for step in steps(_begun()):
         for after in itertools.count():
-            attempt = _steps(_begun())[step]
+            attempt = steps(_begun())[step]
             trouble.begin(after)
             try:
                 attempt()
@@ -82,14 +82,3 @@ def test_no_error_of_a_store_leaves_the_files_sink(monkeypatch: pytest.MonkeyPat
 
 def _begun() -> Begun:
     return begin(FilesStore(FilesSink(Place(f"memory://{uuid.uuid4().hex}"), "p", "changelog", "parquet")), "changelog")
-
-
-def _steps(begun: Begun) -> dict[str, Callable[[], object]]:
-    """What a pipeline does to its sink, and asks of it."""
-    begun.sink.deposit(begun.epoch, "there", b"data")
-    return {
-        **attempts(begun),
-        "record": begun.sink.record,
-        "missing": lambda: begun.sink.missing([TARGET]),
-        "fetch": lambda: begun.sink.fetch(begun.epoch, "there", 4),
-    }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.catalog import Column
 from airflow_cdc_provider.engine.errors import CdcError, Retry, TargetConflict, ValueRefused
 from airflow_cdc_provider.engine.sinks.settings import Mode
 from tests.conftest import create_database, drop_database
-from tests.sink_contract import IDENTITY, LABEL, NEW, OTHER, TABLE, TARGET, WHOLE, Begun, begin
+from tests.refusals import attempts
+from tests.sink_contract import NEW, TARGET, WHOLE, begin
 from tests.test_postgres_sink import PostgresStore
 
 pytestmark = pytest.mark.slow
@@ -35,8 +34,6 @@ STATES = (
     "A1B2C",
 )
 RECORDS = ("pipelines", "tables", "chunks")
-COLUMN = Column("more", "text", 25, None, False, True, attnum=4)
-WIDER = replace(TARGET, table=replace(TABLE, columns=(*TABLE.columns, COLUMN)))
 
 
 @pytest.fixture(scope="module")
@@ -60,29 +57,6 @@ def refuse_with(store: PostgresStore, state: str) -> None:
     body = f"BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{state}'; END"
     for kind in ("trigger", "event_trigger"):
         store.query(f"CREATE OR REPLACE FUNCTION public.refuse_{kind}() RETURNS {kind} LANGUAGE plpgsql AS $${body}$$")
-
-
-def attempts(begun: Begun) -> dict[str, Callable[[], object]]:
-    """What a pipeline does to its sink."""
-    sink, epoch = begun.sink, begun.epoch
-    another = begun.store.sink(sink.mode, "q")
-    piece = begun.piece(begun.put("6", "f", "6.00"))
-    return {
-        "prepare": lambda: another.prepare([OTHER], [], IDENTITY, 100),
-        "take_epoch": lambda: sink.take_epoch("refused"),
-        "add": lambda: sink.add(epoch, [OTHER], []),
-        "write_chunk": lambda: begun.copy(WHOLE, NEW),
-        "deposit": lambda: sink.deposit(epoch, "deposit", b"data"),
-        "stage": lambda: begun.piece(begun.put("7", "g", "7.00")),
-        "commit": lambda: sink.commit(epoch, 100, 200, [piece]),
-        "replace": lambda: begun.reread(None, NEW),
-        "redefine": lambda: sink.redefine(epoch, TARGET, WIDER),
-        "note_source": lambda: sink.note_source(epoch, {"timeline": 2}),
-        "restart": lambda: sink.restart(epoch, [TARGET], IDENTITY, 500),
-        "forget": lambda: sink.forget(epoch, [LABEL]),
-        "sweep": lambda: sink.sweep(epoch),
-        "drop": sink.drop,
-    }
 
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
