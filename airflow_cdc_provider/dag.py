@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, Param, TaskGroup, TriggerRule
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.ending import CAUGHT_UP, FOREVER, Ending
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.stream_end import CAUGHT_UP, FOREVER, Ending
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator, CdcProvisionOperator
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator

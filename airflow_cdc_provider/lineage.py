@@ -7,12 +7,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from airflow.providers.openlineage.extractors import OperatorLineage
 
-    from airflow_cdc_provider.engine.sinks.base import Record, Target
+    from airflow_cdc_provider.engine.sinks.contract import Record, Target
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
     """
     if not is_wanted():
         return ()
-    from airflow_cdc_provider.engine.run import existing_record
+    from airflow_cdc_provider.engine.runs.run import existing_record
 
     return tuple(
         (place, Place(*branch.sink.dataset(branch.name, target.schema, target.name)))
@@ -53,7 +53,7 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
 
 def _sources(pipeline: Pipeline, record: Record, target: Target) -> list[Place]:
     """Where the rows of a target come from."""
-    from airflow_cdc_provider.engine.connection import dataset
+    from airflow_cdc_provider.engine.postgres.connection import dataset
 
     if pipeline.topics is not None:
         server = f"kafka://{pipeline.topics.brokers.partition(',')[0]}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import RetryDecision, RetryPolicy
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
-from airflow_cdc_provider.engine.errors import CdcError, Retry
+from airflow_cdc_provider.engine.core.errors import CdcError, Retry
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from itertools import count
 
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.slot import emit_marker, read_slot
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker, read_slot
 from benchmarks.lab import Lab, execute, query
 from benchmarks.report import WrongResult, check
 from benchmarks.shapes import Shape

@@ -30,16 +30,16 @@ from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.session import spark_session
-from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
-from airflow_cdc_provider.engine.stream import StreamJob
-from airflow_cdc_provider.engine.topics.cluster import Topics
-from airflow_cdc_provider.engine.topics.job import Goal, TopicJob
-from airflow_cdc_provider.engine.topics.settings import PACKAGE
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
+from airflow_cdc_provider.engine.sources.kafka.stream_job import Goal, TopicJob
+from airflow_cdc_provider.engine.sources.kafka.topics import Topics
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks, copy_chunks
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
+from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.lab import ROW, SERVER_SETTINGS, TABLE_DDL, create_database, execute, fill
 from benchmarks.report import Series, check, tell
 from benchmarks.stream import TRANSACTION

@@ -19,10 +19,10 @@ from airflow_cdc_provider.demo.jars import at_hand
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.session import spark_session
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE as DELTA
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
+from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.report import check
 from benchmarks.shapes import HUNDRED
 
@@ -158,7 +158,7 @@ def _pipeline(
 
 def _passed_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """What a task returns that does nothing, in a worker that has imported what tasks of the engine need."""
-    from airflow_cdc_provider.engine import source, stage  # noqa: F401
+    from airflow_cdc_provider.engine.sources.postgres.stream import spark_source, staging_task  # noqa: F401
 
     return batches
 

@@ -8,7 +8,7 @@ from collections import deque
 
 import psycopg
 
-from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from benchmarks.live import Live
 from benchmarks.report import check
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import psycopg
 
-from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.core.text_output import text_table
 from benchmarks.lab import ROW, SERVER_SETTINGS, execute
 from benchmarks.live import CATCH_UP_SECONDS, MAX_BATCH_BYTES, Live, live
 from benchmarks.processes import KINDS

@@ -19,11 +19,11 @@ import yaml
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.run import existing_record
-from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import existing_record
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
 from benchmarks.lab import TABLE_DDL, checksum, create_database, execute
 from benchmarks.processes import Meter
 from benchmarks.report import WrongResult, check

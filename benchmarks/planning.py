@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.chunks import plan
-from airflow_cdc_provider.engine.config import SnapshotSettings
-from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.pipeline.pipeline import SnapshotSettings
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import plan
 from benchmarks.lab import TABLE, Lab, create_database, drop_database, execute, query
 from benchmarks.report import Series, check, tell
 from benchmarks.shapes import NARROW

@@ -15,7 +15,7 @@ import psutil
 import pyarrow as pa
 import pyspark
 
-from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.core.text_output import text_table
 
 
 class WrongResult(Exception):

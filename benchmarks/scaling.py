@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 import psycopg
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline, SnapshotSettings, SparkSettings
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.session import spark_session
-from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
-from airflow_cdc_provider.engine.table import text_table
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.text_output import text_table
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline, SnapshotSettings, SparkSettings
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.lab import ROW, TABLE_DDL, Lab, create_database, drop_database, execute, laboratory, query
 from benchmarks.processes import Meter
 from benchmarks.report import check, spread, tell

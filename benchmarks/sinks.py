@@ -1,7 +1,7 @@
 """Sinks without a database behind them, to measure what comes before one.
 
 Both do their work in :meth:`stage`, on executors, which is all of a sink that
-:class:`.stream.Stage` calls.
+:class:`.stream_job.Stage` calls.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.sinks.base import Staged
-from airflow_cdc_provider.engine.sinks.files.format import writer
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.sinks.contract import Staged
+from airflow_cdc_provider.engine.sinks.files.row_format import writer
 
 
 @dataclass(frozen=True)

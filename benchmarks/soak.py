@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, ClassVar
 
-from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.core.text_output import text_table
 from benchmarks.lag import Lag
 from benchmarks.live import MAX_BATCH_BYTES, live
 from benchmarks.processes import ENGINE

@@ -20,21 +20,21 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.handout import Handout
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target
-from airflow_cdc_provider.engine.slot import read_identity
-from airflow_cdc_provider.engine.snapshot import choose_chunks, copy_chunks
-from airflow_cdc_provider.engine.sockets import meeting_place
-from airflow_cdc_provider.engine.source import Meeting, SourceOptions, postgres_cdc
-from airflow_cdc_provider.engine.stage import Stage
-from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sinks.contract import StagedPiece, Target
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_identity
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks, copy_chunks
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
 from benchmarks.backlog import PUBLICATION, Backlog, make_backlog, sums, walsender_start
 from benchmarks.lab import Lab, create_database, drop_database, execute
 from benchmarks.outlets import OUTLETS, Outlet

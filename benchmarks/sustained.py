@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.core.text_output import text_table
 from benchmarks.lab import SERVER_SETTINGS
 from benchmarks.lag import Lag
 from benchmarks.live import MAX_BATCH_BYTES, Live, live

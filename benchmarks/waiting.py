@@ -19,7 +19,7 @@ import psycopg
 import structlog
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.core.text_output import text_table
 from airflow_cdc_provider.triggers.slots import ExpectationTrigger
 
 

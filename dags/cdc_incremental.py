@@ -7,7 +7,7 @@ from datetime import timedelta
 from airflow.sdk import DAG
 
 from airflow_cdc_provider.dag import pipeline_param, pipeline_steps, stream_params
-from airflow_cdc_provider.engine.ending import CAUGHT_UP
+from airflow_cdc_provider.engine.core.stream_end import CAUGHT_UP
 
 with DAG(
     dag_id="cdc_incremental",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.connection import Connection, connected, rows
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows
 from tests.pipelines import PipelineUnderTest
 
 Row = tuple[str | None, ...]

@@ -27,8 +27,8 @@ from psycopg import sql
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.interpreter import python_for_spark
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.spark.python_interpreter import python_for_spark
 from tests.class_archive import write_archive
 from tests.hdfs import HdfsCluster
 from tests.hostile import ENVIRONMENT, connect_unharmed

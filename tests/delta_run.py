@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.run import existing_record
-from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import existing_record
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
 from tests.delta_spark import delta_session
 from tests.pipelines import apply_stream, copy_chunk_of
 

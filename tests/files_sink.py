@@ -11,15 +11,15 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.place import Place
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 ORIGIN = Origin("7", 1, 5)
 SOURCE = {"system": "7", "timeline": 1, "database": 5}

@@ -20,7 +20,7 @@ import pyspark
 import pytest
 
 from airflow_cdc_provider.demo.jars import JarsMissing, fetch
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 SECONDS = 180.0
 _SPARK_JARS = Path(pyspark.__file__).parent / "jars"

@@ -9,13 +9,13 @@ from typing import Any
 from confluent_kafka import Producer
 
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Received
-from airflow_cdc_provider.engine.sinks.base import Staged, Target
-from airflow_cdc_provider.engine.sinks.kafka.format import text_of
-from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.sinks.contract import Staged, Target
+from airflow_cdc_provider.engine.sinks.kafka.formats.plain import text_of
+from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-from airflow_cdc_provider.engine.sinks.kafka.staging import CHUNKS, SUFFIX, UNITS, Blob
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.sinks.kafka.staging_topic import CHUNKS, SUFFIX, UNITS, Blob
 from tests.sink_contract import SinkUnderTest
 
 INTERNAL = "__"

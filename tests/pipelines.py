@@ -29,24 +29,25 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from airflow_cdc_provider.engine import commands, wal
-from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.reading import plan_chunk_read
-from airflow_cdc_provider.engine.run import Run, existing_record, run_part
-from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record
-from airflow_cdc_provider.engine.slot import emit_marker, read_slot
-from airflow_cdc_provider.engine.snapshot import ChunkTask, copy_chunk
-from airflow_cdc_provider.engine.source import SlotStreamReader
-from airflow_cdc_provider.engine.stage import Stage
-from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
-from airflow_cdc_provider.engine.waiting import await_condition
-from airflow_cdc_provider.engine.wal import WalReader
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.runs.run import Run, existing_record, run_part
+from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import ChunkTask, copy_chunk
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.class_archive import ARCHIVE, JVM_OPTIONS
 from tests.conftest import Databases
 
@@ -511,7 +512,7 @@ def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[Wal
 
 def reader_naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of each sleep that readers of the log take from now on, also where they oversleep."""
-    monkeypatch.setattr(wal, "_AWAKE_SECONDS", 0.0)
+    monkeypatch.setattr(wal_reader, "_AWAKE_SECONDS", 0.0)
     naps: list[float] = []
     sleep = time.sleep
 

@@ -1,4 +1,4 @@
-"""What every sink promises by :mod:`airflow_cdc_provider.engine.sinks.base`, as tests that a sink inherits.
+"""What every sink promises by :mod:`airflow_cdc_provider.engine.sinks.contract`, as tests that a sink inherits.
 
 The module of a sink's tests has a fixture ``store``, which gives a :class:`SinkUnderTest`, and a class for each of
 :class:`ProtocolContract`, :class:`MirrorContract` and :class:`ChangelogContract`, as far as the sink has these modes. A
@@ -20,10 +20,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.errors import (
     Fenced,
     ForeignTable,
     GateClosed,
@@ -31,9 +29,11 @@ from airflow_cdc_provider.engine.errors import (
     StagingLost,
     StreamFailed,
 )
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import (
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.contract import (
     ChunkRecord,
     CopiedChunk,
     MissingValues,
@@ -44,9 +44,9 @@ from airflow_cdc_provider.engine.sinks.base import (
     Target,
     Watermark,
 )
-from airflow_cdc_provider.engine.sinks.settings import Mode
-from airflow_cdc_provider.engine.stage import END
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 
 TABLE = Table(
     oid=7,

@@ -18,7 +18,7 @@ import pyspark
 import pytest
 
 from airflow_cdc_provider.demo.servers import end_guard, find_free_port, start_guard
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.class_archive import JVM_OPTIONS
 
 PACKAGE = "airflow_cdc_provider"

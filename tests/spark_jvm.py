@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.session import python_chosen
+from airflow_cdc_provider.engine.spark.session import python_chosen
 
 _PATIENCE_SECONDS = 30.0
 

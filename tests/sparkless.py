@@ -18,17 +18,19 @@ from pathlib import Path
 
 import psutil
 
-from airflow_cdc_provider.engine import claim, commands, requests
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.run import existing_record, run_part
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.runs.run import existing_record, run_part
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
-from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.state import requests
 from tests.pipelines import SECONDS, apply_stream, copy_chunk_of
 
 _context = multiprocessing.get_context("forkserver")
@@ -97,7 +99,7 @@ def _main(
 ) -> None:
     faulthandler.register(signal.SIGUSR1, os.open(_stacks_of(log), os.O_WRONLY | os.O_CREAT))
     # How long others are waited for decides how long a test of a paused one takes.
-    postgres_record.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = claim._WAIT_SECONDS = 0.5
+    postgres_record.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = provision_lock._WAIT_SECONDS = 0.5
     if failpoint is not None:
         os.environ[VARIABLE] = failpoint
     try:

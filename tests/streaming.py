@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from airflow_cdc_provider.engine.attempts import keep_trying
-from airflow_cdc_provider.engine.run import Run, run_part
-from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.stream import StreamProgress
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
 from tests.pipelines import PipelineUnderTest, follow_log
 
 SECONDS = 90.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.engine import submission
-from airflow_cdc_provider.engine.errors import StateUnwritable
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State
-from airflow_cdc_provider.engine.submission import Submission
+from airflow_cdc_provider.engine.core.errors import StateUnwritable
+from airflow_cdc_provider.engine.state import submission
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State
+from airflow_cdc_provider.engine.state.submission import Submission
 
 HERE = Owner.this()
 

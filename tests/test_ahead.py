@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine.ahead import Ahead
-from airflow_cdc_provider.engine.errors import StagingLost
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks.base import StagedPiece
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.errors import StagingLost
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.sinks.contract import StagedPiece
+from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 
@@ -124,7 +124,7 @@ def test_what_is_heard_too_late_changes_nothing(tables: Tables) -> None:
 
 def test_a_piece_that_does_not_come_is_not_waited_for_long(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its task may wait for whoever waits for the transaction."""
-    monkeypatch.setattr("airflow_cdc_provider.engine.ahead._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit._PATIENCE_SECONDS", 0.2)
     with Ahead(lambda _: True, tables.commit) as ahead:
         ahead.hear(UNIT[0])
         tables.await_rows(1)

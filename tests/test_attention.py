@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.engine import cli, commands
-from airflow_cdc_provider.engine.announcement import announced, announcement_of
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ConfigError,
     Fenced,
@@ -23,11 +23,12 @@ from airflow_cdc_provider.engine.errors import (
     StreamFailed,
     UnknownTable,
 )
-from airflow_cdc_provider.engine.history import read_history
-from airflow_cdc_provider.engine.lookout import PATIENCE_SECONDS
-from airflow_cdc_provider.engine.run import Run, last_error, record_error, run_part
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
-from airflow_cdc_provider.engine.submission import VARIABLE, Asker, Submission, as_outcome, ask_to_stop, write
+from airflow_cdc_provider.engine.runs.run import Run, last_error, record_error, run_part
+from airflow_cdc_provider.engine.state.announcement import announced, announcement_of
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.history import read_history
+from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS
+from airflow_cdc_provider.engine.state.submission import VARIABLE, Asker, Submission, as_outcome, ask_to_stop, write
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

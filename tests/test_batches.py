@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from airflow_cdc_provider.engine.batches import Batches
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fenced, SlotBudgetExceeded, StreamFailed
-from airflow_cdc_provider.engine.run import STREAM, Run, run_part
+from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, Fenced, SlotBudgetExceeded, StreamFailed
+from airflow_cdc_provider.engine.runs.foreach_batch import Batches
+from airflow_cdc_provider.engine.runs.run import STREAM, Run, run_part
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, SPARK_CONF, PipelineUnderTest
 from tests.spark_jvm import local_session

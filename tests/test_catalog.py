@@ -12,13 +12,13 @@ import pytest
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import capture, catalog
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.catalog import Leaf, Table
-from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import connected, rows
-from airflow_cdc_provider.engine.errors import ConfigError, UncapturableTable, UnknownTable
-from airflow_cdc_provider.engine.publication import publication_sql
+from airflow_cdc_provider.engine.core.errors import ConfigError, UncapturableTable, UnknownTable
+from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
+from airflow_cdc_provider.engine.postgres.connection import connected, rows
+from airflow_cdc_provider.engine.sources.postgres.catalog import captured_tables, catalog
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Leaf, Table
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publication_sql
 from tests.conftest import ServerMaker, create_database, drop_database
 
 
@@ -155,7 +155,7 @@ def test_a_glob_skips_what_cannot_be_captured_and_says_so(source: Connection, ca
         """,
     )
 
-    with caplog.at_level(logging.WARNING, logger=capture.__name__):
+    with caplog.at_level(logging.WARNING, logger=captured_tables.__name__):
         assert labels(source, "shop.*") == ["shop.child", "shop.good"]
 
     warnings = " ".join(record.getMessage() for record in caplog.records)

@@ -22,10 +22,14 @@ from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import chunks
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.catalog import Column, Table
-from airflow_cdc_provider.engine.chunks import (
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
+from airflow_cdc_provider.engine.postgres.connection import connect, connected, rows, scalar
+from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Watermark
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
+from airflow_cdc_provider.engine.sources.postgres.reading import chunk_sql
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import (
     Chunk,
     chunk_of,
     keys_condition,
@@ -34,11 +38,7 @@ from airflow_cdc_provider.engine.chunks import (
     read_query,
     text_of,
 )
-from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import connect, connected, rows, scalar
-from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Watermark
-from airflow_cdc_provider.engine.snapshot import choose_chunks
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks
 
 NO_CONNECTION = cast(Connection, None)
 
@@ -196,7 +196,7 @@ def test_every_key_falls_into_exactly_one_chunk(
     insert(400)
     table = resolved(source)
     if not exact:
-        monkeypatch.setattr(chunks, "EXACT_BYTES", 0)
+        monkeypatch.setattr(chunk_sql, "EXACT_BYTES", 0)
 
     planned = plan(source, table, 30)
 
@@ -257,7 +257,7 @@ def test_the_planner_does_not_believe_reltuples(source: Connection, monkeypatch:
     table = resolved(source)
 
     assert sizes(source, table, plan(source, table, 1000)) == [1000] * 20
-    monkeypatch.setattr(chunks, "EXACT_BYTES", 0)
+    monkeypatch.setattr(chunk_sql, "EXACT_BYTES", 0)
     assert sizes(source, table, plan(source, table, 1000)) == [1000] * 20
 
 
@@ -278,10 +278,10 @@ def test_samples_cut_a_skewed_table_into_chunks_of_similar_size(
     )
     table = resolved(source, where="id % 3 <> 0 AND id <> 25")
     count = scalar(source, "SELECT count(*) FROM shop.t WHERE id % 3 <> 0 AND id <> 25")
-    monkeypatch.setattr(chunks, "EXACT_BYTES", 1 << 20)
-    monkeypatch.setattr(chunks, "PROBED_BLOCKS", 60)
+    monkeypatch.setattr(chunk_sql, "EXACT_BYTES", 1 << 20)
+    monkeypatch.setattr(chunk_sql, "PROBED_BLOCKS", 60)
     sample_rows = 30 * count / 4000 * 15
-    monkeypatch.setattr(chunks, "SAMPLED_ROWS", sample_rows / one_in if one_in > 1 else 300_000)
+    monkeypatch.setattr(chunk_sql, "SAMPLED_ROWS", sample_rows / one_in if one_in > 1 else 300_000)
 
     planned = plan(source, table, 4000)
 

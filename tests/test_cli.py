@@ -19,12 +19,12 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
-from airflow_cdc_provider.engine import cli
-from airflow_cdc_provider.engine.history import read_history
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.run import sink_of
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.history import read_history
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.pipelines import PipelineUnderTest, execute, query_rows
 from tests.scrape import scrape
@@ -210,7 +210,8 @@ def test_options_that_the_parser_refuses(refusals: Refusals) -> None:
 def test_the_commands_come_without_what_only_reads_need() -> None:
     """Each command, and each process of Spark that imports the engine, would pay for pandas and what comes with it."""
     loading = (
-        "import sys, airflow_cdc_provider.engine.cli; print({'pandas', 'adbc_driver_postgresql'} & set(sys.modules))"
+        "import sys; from airflow_cdc_provider.engine.commands import cli;"
+        "print({'pandas', 'adbc_driver_postgresql'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", loading], text=True).strip() == "set()"
 

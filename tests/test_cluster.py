@@ -20,7 +20,7 @@ from tests.airflow_support import connection_json
 # isort: split
 from airflow.sdk.exceptions import AirflowException
 
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from tests.conftest import Databases

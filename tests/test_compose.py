@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[1]
 COMPOSE_FILE = ROOT / "docker-compose.yaml"

@@ -10,11 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from psycopg.pq import ExecStatus
 
-from airflow_cdc_provider.engine import commands, requests, reread
-from airflow_cdc_provider.engine.condition import find_trouble
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.run import last_error
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.runs.run import last_error
+from airflow_cdc_provider.engine.sources.postgres.reading import reread
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

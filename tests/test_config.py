@@ -9,10 +9,10 @@ from typing import Any
 import psycopg2.extensions
 import pytest
 
-from airflow_cdc_provider.engine.config import Pipeline, TableRule
-from airflow_cdc_provider.engine.connection import describe, session_dsn
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.section import connection_uri
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.section import connection_uri
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline, TableRule
+from airflow_cdc_provider.engine.postgres.connection import describe, session_dsn
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
 
 DOCUMENT: dict[str, Any] = {

@@ -22,8 +22,7 @@ import pyarrow as pa
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.core.errors import (
     Blocked,
     ConfigError,
     ConnectionFailed,
@@ -31,9 +30,10 @@ from airflow_cdc_provider.engine.errors import (
     StagingLost,
     TargetConflict,
 )
-from airflow_cdc_provider.engine.sinks.base import Sink, Staged, Target
-from airflow_cdc_provider.engine.sinks.registry import sink_settings, sink_types
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.registry import sink_settings, sink_types
+from airflow_cdc_provider.engine.sinks.contract import Sink, Staged, Target
 from tests.audited import AUDITED, writing
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, query_rows

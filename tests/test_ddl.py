@@ -15,12 +15,13 @@ from typing import Any, Literal
 import pytest
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine import commands, provisioning
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CannotFollow, Failpoint, SchemaChanged, StreamFailed
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.snapshot import readopt
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
 from tests.changelogs import assert_same_values, fold
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, copy_chunk_of

@@ -14,9 +14,7 @@ import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
-from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     Failpoint,
     ForeignTable,
@@ -26,20 +24,22 @@ from airflow_cdc_provider.engine.errors import (
     TargetConflict,
     UncapturableTable,
 )
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.section import Section
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Staged, StagedPiece, Target
-from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
-from airflow_cdc_provider.engine.sinks.delta.layout import Layout, require_apart, require_possible
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.section import Section
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-from airflow_cdc_provider.engine.sinks.delta.work import Alteration, TableWork
+from airflow_cdc_provider.engine.sinks.delta.table_definition import Plan, Present, plan
+from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, require_apart, require_possible
+from airflow_cdc_provider.engine.sinks.delta.table_work import Alteration, TableWork
 from airflow_cdc_provider.engine.sinks.lake import record
-from airflow_cdc_provider.engine.sinks.lake.path import folder
-from airflow_cdc_provider.engine.sinks.lake.place import Place
-from airflow_cdc_provider.engine.sinks.settings import Mode
-from airflow_cdc_provider.engine.stage import END
+from airflow_cdc_provider.engine.sinks.lake.paths import folder
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.files_sink import column, table
 from tests.sink_contract import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
 
@@ -155,9 +155,9 @@ def test_what_another_process_of_the_run_has_done_meanwhile_is_no_failure(sink: 
     def be_overtaken() -> None:
         head = sink.head()
         assert head is not None
-        step = changes.step_of(head.contents)
+        step = record_contents.step_of(head.contents)
         assert step is not None
-        sink._log.append(head, changes.carried_out(step), "carried out")
+        sink._log.append(head, record_contents.carried_out(step), "carried out")
         raise AnalysisException("[PATH_NOT_FOUND] staging")
 
     sink.refusals.append(be_overtaken)

@@ -12,9 +12,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import Failpoint, UncapturableTable
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import Failpoint, UncapturableTable
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from tests.audited import AUDITED, BIG, writing
 from tests.conftest import Databases
 from tests.delta_spark import delta_session

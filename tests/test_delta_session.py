@@ -8,10 +8,10 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.errors import SparkUnusable
-from airflow_cdc_provider.engine.session import DEFAULTS
+from airflow_cdc_provider.engine.core.errors import SparkUnusable
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
-from airflow_cdc_provider.engine.sinks.delta.spark import session
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import session
+from airflow_cdc_provider.engine.spark.session import DEFAULTS
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 

@@ -16,9 +16,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     Failpoint,
     Fenced,
@@ -28,20 +27,15 @@ from airflow_cdc_provider.engine.errors import (
     TargetConflict,
     UncapturableTable,
 )
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.base import (
-    CopiedChunk,
-    RowsNeeded,
-    Staged,
-    StagedPiece,
-    Target,
-)
-from airflow_cdc_provider.engine.sinks.delta import spark as delta_spark
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.delta import spark_errors as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-from airflow_cdc_provider.engine.sinks.settings import Mode
-from airflow_cdc_provider.engine.stage import END
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.delta_spark import delta_session
 from tests.sink_contract import (
     IDENTITY,

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, StreamFailed
-from airflow_cdc_provider.engine.findings import Checks
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target
-from airflow_cdc_provider.engine.sinks.delta import spark as delta_spark
+from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, StreamFailed
+from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Target
+from airflow_cdc_provider.engine.sinks.delta import spark_errors as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.checks import check
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink

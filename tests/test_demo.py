@@ -16,7 +16,7 @@ from airflow_cdc_provider.demo.client import TaskState
 from airflow_cdc_provider.demo.show import Screen, clock
 from airflow_cdc_provider.demo.stage import DemoFailed, work_directory, write_pipeline
 from airflow_cdc_provider.demo.tables import PIPELINE, Course, Outcome, ShopMoment, summary
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 NEW: Mapping[str, Any] = {
     "pipeline": "shop",

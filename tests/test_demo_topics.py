@@ -33,8 +33,8 @@ from airflow_cdc_provider.demo.events import (
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.stage import write_pipeline
 from airflow_cdc_provider.demo.topics import Outcome, TopicMoment, Unreadable, summary
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from tests.kafka_server import SECONDS
 from tests.test_demo import NEW, task
 

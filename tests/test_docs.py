@@ -16,16 +16,17 @@ import pytest
 import yaml
 
 from airflow_cdc_provider import operators, sensors
-from airflow_cdc_provider.engine import cli, dispatch, errors
-from airflow_cdc_provider.engine.config import (
+from airflow_cdc_provider.engine.commands import cli, dispatch
+from airflow_cdc_provider.engine.core import errors
+from airflow_cdc_provider.engine.pipeline.kinds import SinkSettings
+from airflow_cdc_provider.engine.pipeline.pipeline import (
     MetricsSettings,
     Pipeline,
     SnapshotSettings,
     SparkSettings,
     StreamSettings,
 )
-from airflow_cdc_provider.engine.sinks.base import Sink
-from airflow_cdc_provider.engine.sinks.settings import SinkSettings
+from airflow_cdc_provider.engine.sinks.contract import Sink
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -222,7 +223,7 @@ def test_every_hazard_has_a_test(module: str, name: str) -> None:
 
 
 def test_every_metadata_column_is_in_the_table() -> None:
-    from airflow_cdc_provider.engine.sinks.postgres.definition import CHANGELOG_COLUMNS
+    from airflow_cdc_provider.engine.sinks.postgres.target_tables import CHANGELOG_COLUMNS
 
     text = read(ROOT / "docs" / "concepts.md")
     for column in CHANGELOG_COLUMNS:

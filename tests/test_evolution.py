@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError
-from airflow_cdc_provider.engine.evolution import (
+from airflow_cdc_provider.engine.changes.schema_change import (
     Adopt,
     Follow,
     Misfit,
@@ -24,8 +22,10 @@ from airflow_cdc_provider.engine.evolution import (
     has_silent_key,
     redefinition,
 )
-from airflow_cdc_provider.engine.pgoutput import Changes, Relation, RelationColumn
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Relation, RelationColumn
 
 TYPES = {"int": (23, -1), "bigint": (20, -1), "text": (25, -1), "varchar(5)": (1043, 9), "varchar(9)": (1043, 13)}
 

@@ -17,18 +17,19 @@ import pytest
 from psycopg import pq
 
 from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
-from airflow_cdc_provider.engine import commands, wal
-from airflow_cdc_provider.engine.attempts import keep_trying
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError, GateClosed, StreamFailed
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.reading import SnapshotReader
-from airflow_cdc_provider.engine.run import Run, run_part
-from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.source import SlotStreamReader
-from airflow_cdc_provider.engine.stream import StreamJob
-from airflow_cdc_provider.engine.timeline import Switch, left_at, parse_history, read_history
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError, GateClosed, StreamFailed
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.timeline import Switch, left_at, parse_history, read_history
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
+from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest, apply_stream, chunk_task, execute, follow_log, query_rows
 from tests.proxy import Proxy
@@ -244,7 +245,7 @@ def stream_through(
 ) -> list[CdcError]:
     """Stream as the job does, struck between the gate and the replication connection; return what its attempts met."""
     errors: list[CdcError] = []
-    open_replication = wal.open_replication
+    open_replication = wal_reader.open_replication
 
     def struck(dsn: str, application: str) -> pq.PGconn:
         if not errors:
@@ -259,7 +260,7 @@ def stream_through(
             raise
 
     with monkeypatch.context() as patch, run_part(pipeline.pipeline, "stream", None) as (run, record):
-        patch.setattr(wal, "open_replication", struck)
+        patch.setattr(wal_reader, "open_replication", struck)
         keep_trying(run, record, lambda record: attempt(run, record))
     return errors
 

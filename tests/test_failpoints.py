@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import airflow_cdc_provider
-from airflow_cdc_provider.engine.errors import Failpoint
-from airflow_cdc_provider.engine.failpoint import VARIABLE, failpoint
+from airflow_cdc_provider.engine.core.errors import Failpoint
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE, failpoint
 from tests.audited import AUDITED, assert_exactly_once, writing
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest

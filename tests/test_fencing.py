@@ -19,14 +19,21 @@ import psutil
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.attempts import keep_trying
-from airflow_cdc_provider.engine.errors import CannotFollow, ClockDiffers, Fenced, SecondWriter
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ClockDiffers, Fenced, SecondWriter
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
-from airflow_cdc_provider.engine.snapshot import copy_chunk
-from airflow_cdc_provider.engine.state import STALE_SECONDS, Heartbeat, Owner, State, read_heartbeats, write_heartbeat
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunk
+from airflow_cdc_provider.engine.state.files import (
+    STALE_SECONDS,
+    Heartbeat,
+    Owner,
+    State,
+    read_heartbeats,
+    write_heartbeat,
+)
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, PipelineUnderTest, chunk_task
 from tests.sparkless import DONE, FAILED, SparklessRun
@@ -38,7 +45,7 @@ ROWS = "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 20) n
 ROOT = Path(__file__).parent.parent
 STREAM = """
 import sys
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from tests.pipelines import apply_stream
 try:
     apply_stream(Pipeline.load(sys.argv[1]), int(sys.argv[2]))

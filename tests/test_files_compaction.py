@@ -14,19 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, Failpoint, GateClosed
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.changes import Change
-from airflow_cdc_provider.engine.sinks.changes_record import Commit
+from airflow_cdc_provider.engine.core.errors import ConfigError, Failpoint, GateClosed
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction
-from airflow_cdc_provider.engine.sinks.files.datafile import DataFile
+from airflow_cdc_provider.engine.sinks.files.data_file import DataFile
+from airflow_cdc_provider.engine.sinks.files.data_writer import note_of
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.files.writing import note_of
 from airflow_cdc_provider.engine.sinks.lake import log
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.record_log.record import Commit
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
 from tests.files_sink import (
     AT,
     BODY,

@@ -15,12 +15,12 @@ import pytest
 import requests
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, Failpoint, MissingPrivilege
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, Failpoint, MissingPrivilege
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.lake import hdfs as hdfs_module
 from airflow_cdc_provider.engine.sinks.lake.hdfs import BrokenOff, Hdfs
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.audited import AUDITED, writing
 from tests.conftest import Databases
 from tests.files_sink import CHUNKS, change, chunk, effect, paths, provisioned, unit

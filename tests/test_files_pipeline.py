@@ -10,9 +10,9 @@ import duckdb
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.audited import AUDITED, assert_all_changes, writing
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest

@@ -13,9 +13,9 @@ import polars as pl
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.files_sink import AT, BODY, ID, SOURCE, change, column, effect, rows, table, unit, watermark
 from tests.pipelines import SPARK_CONF
 from tests.spark_jvm import local_session

@@ -16,26 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import (
-    CdcError,
-    ConfigError,
-    Failpoint,
-    LimitExceeded,
-    StagingLost,
-)
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, Target
-from airflow_cdc_provider.engine.sinks.changes import Change
-from airflow_cdc_provider.engine.sinks.changes_record import Commit
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Failpoint, LimitExceeded, StagingLost
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, Target
 from airflow_cdc_provider.engine.sinks.files import manifest
-from airflow_cdc_provider.engine.sinks.files.datafile import folder_of
-from airflow_cdc_provider.engine.sinks.files.format import writer
+from airflow_cdc_provider.engine.sinks.files.data_file import folder_of
+from airflow_cdc_provider.engine.sinks.files.row_format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.place import Place
-from airflow_cdc_provider.engine.sinks.lake.room import FIRST_READ
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.record_log.read_position import FIRST_READ
+from airflow_cdc_provider.engine.sinks.record_log.record import Commit
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from tests import sink_contract
 from tests.files_sink import (
     AT,

@@ -12,12 +12,14 @@ from typing import Any, cast
 import pytest
 from pyspark.sql import DataFrame
 
-from airflow_cdc_provider.engine import commands, garbage, source
-from airflow_cdc_provider.engine.errors import Fenced, ProtocolError
-from airflow_cdc_provider.engine.sinks.base import StagedPiece
-from airflow_cdc_provider.engine.source import PiecePartition, SlotStreamReader
-from airflow_cdc_provider.engine.stage import Stage
-from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import Fenced, ProtocolError
+from airflow_cdc_provider.engine.sinks.contract import StagedPiece
+from airflow_cdc_provider.engine.sources.postgres.stream import spark_source
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import PiecePartition, SlotStreamReader
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
+from airflow_cdc_provider.engine.spark import worker_memory
 from benchmarks.sinks import NoopSink
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, copy_chunk_of
@@ -25,7 +27,7 @@ from tests.pipelines import PipelineUnderTest, copy_chunk_of
 
 @pytest.fixture(autouse=True)
 def new_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(garbage, "_spared", False)
+    monkeypatch.setattr(worker_memory, "_spared", False)
     gc.unfreeze()  # what a test before has spared in this process
     yield
     gc.unfreeze()
@@ -54,7 +56,7 @@ def test_what_a_worker_has_imported_is_no_garbage(task: Any) -> None:
 def test_a_piece_that_fails_leaves_its_traceback_to_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the task has gone on with others, and those have gone well."""
     sink = cast(Any, NoopSink())
-    monkeypatch.setattr(source, "chosen", lambda handed: Stage(sink, sink, 1, (), {}, 0, ""))
+    monkeypatch.setattr(spark_source, "chosen", lambda handed: Stage(sink, sink, 1, (), {}, 0, ""))
     row = {"start": "{}", "end": "{}", "deposit": None}
     rows = [row | {"index": i, "piece": piece} for i, piece in enumerate((b"", b"damaged", b""))]
     batches = list(SlotStreamReader(cast(Any, None)).read(PiecePartition(rows)))

@@ -9,10 +9,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from airflow_cdc_provider.engine import commands, provisioning
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

@@ -18,7 +18,7 @@ from types import TracebackType
 import psutil
 import pytest
 
-from airflow_cdc_provider.engine.table import human_bytes
+from airflow_cdc_provider.engine.core.text_output import human_bytes
 from tests.class_archive import JVM_OPTIONS
 from tests.conftest import Databases
 from tests.pipelines import Command, PipelineUnderTest

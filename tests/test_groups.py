@@ -9,8 +9,8 @@ import pytest
 
 # isort: split
 
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.groups import parse_chunks, part_of, plan_groups
+from airflow_cdc_provider.engine.core.chunk_ranges import parse_chunks, part_of, plan_groups
+from airflow_cdc_provider.engine.core.errors import ConfigError
 
 
 def chunks(**tables: int) -> list[dict[str, Any]]:

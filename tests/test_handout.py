@@ -13,9 +13,9 @@ from pyspark import SparkContext
 from pyspark.sql.classic.dataframe import DataFrame
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.handout import Handout
-from airflow_cdc_provider.engine.sinks.base import StagedPiece
+from airflow_cdc_provider.engine.sinks.contract import StagedPiece
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

@@ -18,14 +18,15 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import commands, provisioning, slot
-from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.connection import connected, scalar, session_dsn
-from airflow_cdc_provider.engine.errors import Blocked, GateClosed
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.pgoutput import decode
-from airflow_cdc_provider.engine.waiting import await_condition
-from airflow_cdc_provider.engine.wal import WalReader
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import Blocked, GateClosed
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connected, scalar, session_dsn
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning, slot
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.hostile import connected_plainly
 from tests.pipelines import SECONDS, PipelineUnderTest, execute, query_rows, transaction

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.errors import ConnectionFailed
-from airflow_cdc_provider.engine.history import (
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.history import (
     BATCHES,
     ERRORS,
     KEPT_SECONDS,
@@ -22,7 +23,6 @@ from airflow_cdc_provider.engine.history import (
     read_history,
     thin,
 )
-from airflow_cdc_provider.engine.state import State
 
 NOW = 1.8e9
 RECENT_SECONDS = 20 * 60.0

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import (
-    MissingPrivilege,
-    TargetConflict,
-    UncapturableTable,
-)
+from airflow_cdc_provider.engine.core.errors import MissingPrivilege, TargetConflict, UncapturableTable
 from tests.changelogs import assert_same_values
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, transaction

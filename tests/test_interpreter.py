@@ -16,10 +16,10 @@ import pyspark
 import pytest
 from pyspark import SparkContext
 
-from airflow_cdc_provider.engine import interpreter
-from airflow_cdc_provider.engine.interpreter import SCRIPT, is_this_python, python_for_spark
-from airflow_cdc_provider.engine.session import python_chosen, spark_session
-from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
+from airflow_cdc_provider.engine.spark import python_interpreter
+from airflow_cdc_provider.engine.spark.python_interpreter import SCRIPT, is_this_python, python_for_spark
+from airflow_cdc_provider.engine.spark.session import python_chosen, spark_session
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 from tests.spark_jvm import end_jvm
@@ -70,7 +70,7 @@ def test_a_script_that_cannot_be_executed_is_done_without(tmp_path: Path, monkey
     copy = tmp_path / SCRIPT.name
     shutil.copy(SCRIPT, copy)
     copy.chmod(0o600)
-    monkeypatch.setattr(interpreter, "SCRIPT", copy)
+    monkeypatch.setattr(python_interpreter, "SCRIPT", copy)
     assert python_for_spark() == {"PYSPARK_PYTHON": sys.executable}
 
 

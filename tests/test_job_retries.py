@@ -20,9 +20,9 @@ from tests import airflow_support  # noqa: F401
 from airflow.providers.standard.triggers.temporal import DateTimeTrigger
 from airflow.sdk.exceptions import AirflowException, TaskDeferred
 
-from airflow_cdc_provider.engine.errors import GateClosed, StreamFailed
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
-from airflow_cdc_provider.engine.submission import Submission, as_outcome, end, write
+from airflow_cdc_provider.engine.core.errors import GateClosed, StreamFailed
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.submission import Submission, as_outcome, end, write
 from airflow_cdc_provider.hooks.spark_job import SparkJobHook
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.retry import CdcTaskFailed, CdcTaskRefused

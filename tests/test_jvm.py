@@ -11,10 +11,11 @@ import psutil
 import pytest
 from pyspark import SparkContext
 
-from airflow_cdc_provider.engine import commands, jvm
-from airflow_cdc_provider.engine.errors import SparkUnusable
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import SparkUnusable
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.spark import jvm
+from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.streaming import Streaming

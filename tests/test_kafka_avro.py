@@ -16,8 +16,8 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import CannotFollow
-from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import CannotFollow
 from tests.audited import AUDITED, writing
 from tests.conftest import Databases
 from tests.kafka_server import committed

@@ -12,8 +12,8 @@ import fastavro
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.sinks.kafka.avro import avro_schema
-from airflow_cdc_provider.engine.sinks.kafka.debezium import Shape
+from airflow_cdc_provider.engine.sinks.kafka.formats.avro import avro_schema
+from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import Shape
 from tests.conftest import Databases
 from tests.kafka_sink import clear, consumed
 from tests.recorded.debezium import CHANGES, DECIMALS, TABLE, recorded

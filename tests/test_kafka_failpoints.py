@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.sinks import changes_record, kafka
+from airflow_cdc_provider.engine.sinks import kafka
+from airflow_cdc_provider.engine.sinks.record_log import record
 from tests.audited import AUDITED, writing
 from tests.conftest import Databases, Some
 from tests.kafka_sink import clear
@@ -81,7 +82,7 @@ def assert_once(pipeline: KafkaPipeline) -> None:
 
 
 def test_the_walk_passes_all_places() -> None:
-    files = [*Path(kafka.__file__).parent.glob("*.py"), Path(changes_record.__file__)]
+    files = [*Path(kafka.__file__).parent.glob("*.py"), Path(record.__file__)]
     found = {
         name for file in files for name in re.findall(r'\bfailpoint\("([^"]+)"\)', file.read_text(encoding="utf-8"))
     }

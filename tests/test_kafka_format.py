@@ -14,13 +14,13 @@ from confluent_kafka.schema_registry import ConfigCompatibilityLevel, SchemaRegi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.errors import CannotFollow, LimitExceeded, TargetConflict
-from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.core.errors import CannotFollow, LimitExceeded, TargetConflict
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.kafka import events
-from airflow_cdc_provider.engine.sinks.kafka.avro import AvroFormat, Registry
-from airflow_cdc_provider.engine.sinks.kafka.debezium import UNAVAILABLE, DebeziumFormat
-from airflow_cdc_provider.engine.sinks.kafka.format import Format, PlainFormat
+from airflow_cdc_provider.engine.sinks.kafka.formats.avro import AvroFormat, Registry
+from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import UNAVAILABLE, DebeziumFormat
+from airflow_cdc_provider.engine.sinks.kafka.formats.plain import Format, PlainFormat
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 
 TEXT = pa.large_string()
 TOPIC = "shop.public.t"

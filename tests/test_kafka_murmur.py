@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.sinks.kafka.murmur import partitions
+from airflow_cdc_provider.engine.sinks.kafka.partitioner import partitions
 
 
 # The hashes stand in Kafka's own UtilsTest.

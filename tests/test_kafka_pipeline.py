@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine import commands, requests
-from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, UnknownTable
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State
 from tests.audited import AUDITED, assert_all_changes, writing
 from tests.conftest import Databases
 from tests.kafka_sink import clear, consumed, send

@@ -20,8 +20,8 @@ from confluent_kafka.admin import (
 
 from airflow_cdc_provider.demo.kafka import KafkaServer, Login
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import MissingPrivilege
-from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import MissingPrivilege
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, make_broker
 from tests.kafka_sink import clear

@@ -11,10 +11,10 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.kafka import cluster
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.sinks.kafka import staging, writer
+from airflow_cdc_provider.engine.sinks.kafka import staging_topic, transactions
 from tests.kafka_sink import KafkaStore, clear
 from tests.refusals import steps
 from tests.sink_contract import TARGET, begin
@@ -26,7 +26,7 @@ CODES = sorted({code for code in vars(KafkaError).values() if isinstance(code, i
 CALLS = {
     AdminClient: (cluster,),
     Consumer: (cluster,),
-    Producer: (staging, writer),
+    Producer: (staging_topic, transactions),
 }
 
 

@@ -24,7 +24,7 @@ from confluent_kafka.admin import (
 
 from airflow_cdc_provider.demo.kafka import KafkaServer, Login
 from airflow_cdc_provider.demo.servers import ServerError
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.kafka_server import SECONDS, committed, create_topic, make_broker, properties, transactional
 
 pytestmark = pytest.mark.slow

@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError
 
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege, StreamFailed
+from airflow_cdc_provider.engine.core.errors import (
+    CdcError,
+    ConfigError,
+    ConnectionFailed,
+    MissingPrivilege,
+    StreamFailed,
+)
+from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.kafka.addresses import Properties, address_of, readable_logins
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.section import Section
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
 from airflow_cdc_provider.engine.sinks.kafka.settings import _RESERVED, KafkaSettings
-from airflow_cdc_provider.engine.sinks.kafka.targets import TargetTopics
+from airflow_cdc_provider.engine.sinks.kafka.target_topics import TargetTopics
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from tests.test_config import document
 
 ROOT = Path(__file__).parents[1]

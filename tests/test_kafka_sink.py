@@ -12,8 +12,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.core.errors import (
     CannotFollow,
     CdcError,
     ConfigError,
@@ -22,9 +21,10 @@ from airflow_cdc_provider.engine.errors import (
     StreamFailed,
     TargetConflict,
 )
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.kafka import journal
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.kafka import record_topic
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
 from tests.kafka_sink import KafkaStore, clear, send, settings
 from tests.sink_contract import (
     IDENTITY,
@@ -148,7 +148,7 @@ def test_a_record_whose_end_the_brokers_have_lost_is_read_anew(store: KafkaStore
     begun = begin(store, "changelog")
     assert isinstance(begun.sink, KafkaSink)
     before = begun.record
-    read = journal._reads[os.getpid(), begun.sink.journal]
+    read = record_topic._reads[os.getpid(), begun.sink.journal]
     read.contents["head"] = {**read.contents["head"], "owner": "of an entry that is lost", "epoch": 0}
     read.offset += 100
     assert begun.record == before

@@ -14,7 +14,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from airflow_cdc_provider.demo.kafka import KafkaServer, Login
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     ConnectionFailed,
     Failpoint,
@@ -23,12 +23,12 @@ from airflow_cdc_provider.engine.errors import (
     LimitExceeded,
     MissingPrivilege,
 )
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.changes import Contents
-from airflow_cdc_provider.engine.sinks.kafka import writer
-from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.sinks.kafka import transactions
+from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX, Journal
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
 from tests.kafka_server import make_broker
 from tests.kafka_sink import KafkaStore, clear, consumed
 from tests.sink_contract import IDENTITY, TARGET, WHOLE, Begun, begin
@@ -161,7 +161,7 @@ class Unheard(Producer):
 @pytest.fixture
 def unheard(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> Begun:
     """A part whose next transaction is committed, which it is not told."""
-    monkeypatch.setattr(writer, "Producer", Unheard)
+    monkeypatch.setattr(transactions, "Producer", Unheard)
     monkeypatch.setattr(Unheard, "commits", True)
     monkeypatch.setattr(Unheard, "times", 1)
     return replace(begun, sink=KafkaSink(begun.store.settings, "p", uuid.uuid4().hex))  # type: ignore[attr-defined]
@@ -226,14 +226,14 @@ def test_a_transaction_that_times_out_leaves_nothing_and_is_written_again(
     """The brokers abort it while its writer stands still: consumers go on, and the unit is committed by the second."""
     part = stream(begun, transaction_timeout=2.0)
     part.unit(100, 200)
-    flush, held = writer.Writer._flush, []
+    flush, held = transactions.Writer._flush, []
 
-    def slow_once(self: writer.Writer, client: Any) -> None:
+    def slow_once(self: transactions.Writer, client: Any) -> None:
         flush(self, client)
         if not held:
             held.append(await_condition(lambda: _stable(store, store.topic(TARGET)), 60))
 
-    monkeypatch.setattr(writer.Writer, "_flush", slow_once)
+    monkeypatch.setattr(transactions.Writer, "_flush", slow_once)
     assert part.unit(200, 300, begun.put("1", "a", "1.00"))
     assert held == [True]
     assert [key for key in keys(begun) if key] == [1]
@@ -251,13 +251,13 @@ def _stable(store: KafkaStore, topic: str) -> bool:
 
 def test_a_unit_that_never_is_in_time_says_so(begun: Begun, store: KafkaStore, monkeypatch: pytest.MonkeyPatch) -> None:
     part = stream(begun, transaction_timeout=1.0)
-    flush = writer.Writer._flush
+    flush = transactions.Writer._flush
 
-    def slow(self: writer.Writer, client: Any) -> None:
+    def slow(self: transactions.Writer, client: Any) -> None:
         flush(self, client)
         assert await_condition(lambda: _stable(store, store.topic(TARGET)), 60)
 
-    monkeypatch.setattr(writer.Writer, "_flush", slow)
+    monkeypatch.setattr(transactions.Writer, "_flush", slow)
     with pytest.raises(LimitExceeded) as told:
         part.unit(100, 200, begun.put("1", "a", "1.00"))
     assert "transaction_timeout" in told.value.solution

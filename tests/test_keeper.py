@@ -17,19 +17,11 @@ import pytest
 
 # isort: split
 
-from airflow_cdc_provider.engine import submission
-from airflow_cdc_provider.engine.lookout import Lookout
-from airflow_cdc_provider.engine.state import State, read_heartbeats, write_heartbeat
-from airflow_cdc_provider.engine.submission import (
-    Asker,
-    Status,
-    Submission,
-    ask_to_stop,
-    askers,
-    read,
-    stop,
-)
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.state import submission
+from airflow_cdc_provider.engine.state.files import State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state.job_watch import Lookout
+from airflow_cdc_provider.engine.state.submission import Asker, Status, Submission, ask_to_stop, askers, read, stop
 from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.keeper import Assignment, start_keeper
 from airflow_cdc_provider.hooks.process_group import ProcessGroup

@@ -15,10 +15,10 @@ from psycopg import sql
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, ForeignTable
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, ForeignTable
+from airflow_cdc_provider.engine.core.type_shape import TypeShape, read_shapes
+from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sinks.postgres.kept_types import keeps
-from airflow_cdc_provider.engine.type_shape import TypeShape, read_shapes
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, execute
 

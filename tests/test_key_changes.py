@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine import commands, requests, wal
-from airflow_cdc_provider.engine.barriers import Barriers
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CannotFollow
-from airflow_cdc_provider.engine.handout import Handout
-from airflow_cdc_provider.engine.reread import adopt
-from airflow_cdc_provider.engine.run import existing_record, run_part
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.units import Units
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CannotFollow
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import existing_record, run_part
+from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
+from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
+from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases, ServerMaker, create_database
 from tests.pipelines import PipelineUnderTest, transaction
 from tests.streaming import Streaming
@@ -44,7 +46,7 @@ def play(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pla
             pipeline.source(*statements)
             pipeline.apply()
             return
-        open_replication, left = wal.open_replication, list(statements)
+        open_replication, left = wal_reader.open_replication, list(statements)
 
         def late(*arguments: str) -> object:
             pipeline.source(*left)
@@ -52,7 +54,7 @@ def play(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pla
             return open_replication(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(wal, "open_replication", late)
+            patch.setattr(wal_reader, "open_replication", late)
             pipeline.apply()
         pipeline.apply()
 

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine import cli, commands
-from airflow_cdc_provider.engine.errors import ConfigError, ProtocolError, TargetConflict, UncapturableTable
-from airflow_cdc_provider.engine.multiset import count_rows
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.changes.row_counts import count_rows
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.errors import ConfigError, ProtocolError, TargetConflict, UncapturableTable
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, transaction
 from tests.test_merge import COLUMNS, Event, Row, changes_of

@@ -17,11 +17,11 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.chunks import range_condition
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import range_condition
 from tests.changelogs import assert_same_values
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.pipelines import PipelineUnderTest, execute, transaction

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine import lag as lag_module
-from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.handout import Handout, tell_idle
-from airflow_cdc_provider.engine.lag import Lag
-from airflow_cdc_provider.engine.rate import Rate
-from airflow_cdc_provider.engine.slot import SlotState, emit_marker
-from airflow_cdc_provider.engine.sockets import meeting_place
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs import lag as lag_module
+from airflow_cdc_provider.engine.runs.lag import Lag
+from airflow_cdc_provider.engine.runs.rate import Rate
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, emit_marker
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout, tell_idle
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, execute, slot_reader
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.refusals import steps
 from tests.sink_contract import Begun, begin
 from tests.test_files_sink import FilesStore

@@ -12,11 +12,11 @@ import psycopg
 import psycopg2
 import pytest
 
-from airflow_cdc_provider.engine.connection import connected, rows
-from airflow_cdc_provider.engine.drivers import driver_failure
-from airflow_cdc_provider.engine.errors import LimitExceeded, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.core.errors import LimitExceeded, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.postgres.connection import connected, rows
+from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
-from airflow_cdc_provider.engine.stream import _query_failure
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import _query_failure
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, apply_stream
 

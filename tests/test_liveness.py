@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from airflow_cdc_provider.engine import liveness
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import StreamFailed
-from airflow_cdc_provider.engine.liveness import Calls, find_trouble
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.errors import StreamFailed
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres import dead_connections
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.dead_connections import Calls, find_trouble
 from tests.conftest import Databases
 
 
@@ -26,8 +26,8 @@ def mute() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 1)
+    monkeypatch.setattr(dead_connections, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(dead_connections, "ANSWER_SECONDS", 1)
 
 
 def test_a_call_to_a_dead_server_is_given_up_before_its_session_is_known(mute: int) -> None:

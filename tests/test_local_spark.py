@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.jvm import launch_command
-from airflow_cdc_provider.engine.local_spark import local_address
-from airflow_cdc_provider.engine.session import DEFAULTS, defaults_on, spark_session
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.spark.jvm import launch_command
+from airflow_cdc_provider.engine.spark.local_spark import local_address
+from airflow_cdc_provider.engine.spark.session import DEFAULTS, defaults_on, spark_session
 
 DOCUMENT: dict[str, Any] = {
     "pipeline": "shop",

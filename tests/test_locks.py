@@ -14,15 +14,19 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import commands, connection, provisioning, reread, stream
-from airflow_cdc_provider.engine.catalog import _LEAVES
-from airflow_cdc_provider.engine.connection import connected, rows
-from airflow_cdc_provider.engine.errors import TableLocked
-from airflow_cdc_provider.engine.publication import published_oids
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.stream import StreamJob, StreamProgress
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import TableLocked
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres import connection
+from airflow_cdc_provider.engine.postgres.connection import connected, rows
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import _LEAVES
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import published_oids
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.sources.postgres.reading import reread
+from airflow_cdc_provider.engine.sources.postgres.stream import stream_job
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest, execute, transaction
 from tests.streaming import Streaming
@@ -84,7 +88,7 @@ class Watch(threading.Thread):
         self._pipeline = pipeline.pipeline
         self._marks = 0
         self._ready = threading.Event()
-        monkeypatch.setattr(stream, "emit_marker", self._emit)
+        monkeypatch.setattr(stream_job, "emit_marker", self._emit)
         self.start()
         assert self._ready.wait(SECONDS)
 

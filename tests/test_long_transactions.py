@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from airflow_cdc_provider.engine import barriers, commands, requests, reread
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CannotFollow, OlderTransactions
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.snapshot import readopt
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.units import Units
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CannotFollow, OlderTransactions
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.reading import read_barriers, reread
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
+from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, execute, transaction
 from tests.standby import WITHOUT_STANDBY, commits_that_wait
@@ -54,13 +56,13 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each look at older transactions was ready to wait, in seconds."""
     found: list[float] = []
-    original = barriers.await_condition
+    original = read_barriers.await_condition
 
     def noted(condition: object, timeout: float) -> bool:
         found.append(timeout)
         return original(condition, timeout)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(barriers, "await_condition", noted)
+    monkeypatch.setattr(read_barriers, "await_condition", noted)
     return found
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import claim, commands, provisioning
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS
-from airflow_cdc_provider.engine.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
-from airflow_cdc_provider.engine.ledger import read_ledger
-from airflow_cdc_provider.engine.run import existing_record, require_epoch, run_part
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
+from airflow_cdc_provider.engine.runs.record_copy import read_ledger
+from airflow_cdc_provider.engine.runs.run import existing_record, require_epoch, run_part
+from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock, provisioning
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
 from tests.conftest import Databases, drop_database
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute
 from tests.repairs.scene import LOST, ROWS, TABLE, assert_healed
@@ -124,7 +125,7 @@ def test_two_that_start_over_at_once(
     pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch, record: str, takeover: bool
 ) -> None:
     """The second begins when the first is about to remove the slot, which by then would be the second one."""
-    monkeypatch.setattr(claim, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(provision_lock, "_WAIT_SECONDS", 0.2)
     if record == "lost":
         pipeline.target(FORGET)
     pipeline.source(*LOST)

@@ -14,10 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from airflow_cdc_provider.engine.errors import ProtocolError
-from airflow_cdc_provider.engine.merge import Collapsed, Visibility, collapse, keep, split, truncate_visibility
-from airflow_cdc_provider.engine.pgoutput import Changes, Relation, RelationColumn
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.changes.snapshot_filter import (
+    Collapsed,
+    Visibility,
+    collapse,
+    keep,
+    split,
+    truncate_visibility,
+)
+from airflow_cdc_provider.engine.core.errors import ProtocolError
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Relation, RelationColumn
 
 Key = tuple[str | None, ...]
 Row = tuple[str | None, ...]

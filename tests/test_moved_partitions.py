@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import pytest
 
-from airflow_cdc_provider.engine import commands, units
-from airflow_cdc_provider.engine.barriers import Barriers
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, OlderTransactions
-from airflow_cdc_provider.engine.reread import adopt
-from airflow_cdc_provider.engine.run import Run
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, OlderTransactions
+from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt
+from airflow_cdc_provider.engine.sources.postgres.stream import unit_writer
 from tests.changelogs import assert_same_values
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
@@ -206,7 +207,7 @@ def test_a_move_of_which_half_has_to_wait(
             raise OlderTransactions("others are older", "They end.")
         return adopt(run, label, barriers)
 
-    monkeypatch.setattr(units, "adopt", waits_once)
+    monkeypatch.setattr(unit_writer, "adopt", waits_once)
     pipeline.source(MOVED)
     pipeline.apply()
     assert waited

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, LoginRefused, Retry
-from airflow_cdc_provider.engine.findings import Finding
-from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import ConfigError, LoginRefused, Retry
+from airflow_cdc_provider.engine.core.findings import Finding
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, session
 from tests.conftest import SYSTEM_DATABASES, Databases
 from tests.mysql import MysqlPipeline, query

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.engine import commands, provisioning
-from airflow_cdc_provider.engine.errors import CannotFollow, GateClosed
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CannotFollow, GateClosed
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from tests.conftest import Databases
 from tests.mysql import MysqlPipeline
 

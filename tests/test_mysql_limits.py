@@ -8,14 +8,14 @@ import pymysql
 import pytest
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.effects import ERASED, MISSING
-from airflow_cdc_provider.engine.errors import CannotFollow, CdcError, UncapturableTable
-from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.changes.effects import ERASED, MISSING
+from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, UncapturableTable
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.mysql import limits
-from airflow_cdc_provider.engine.sinks.mysql.definition import create_table, refuse_names
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
-from airflow_cdc_provider.engine.sinks.mysql.tables import TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table, refuse_names
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 from tests.conftest import MYSQL, Databases
 from tests.mysql import MysqlPipeline, query
 

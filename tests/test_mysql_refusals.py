@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
 from tests.sink_contract import LABEL, NEW, TABLE, TARGET, WHOLE, Begun, begin
 from tests.test_mysql_sink import MysqlStore
 

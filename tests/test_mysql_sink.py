@@ -16,10 +16,8 @@ import pytest
 from pymysql.cursors import DictCursor
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.engine.catalog import Column
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.errors import (
     Blocked,
     CannotFollow,
     CdcError,
@@ -33,14 +31,16 @@ from airflow_cdc_provider.engine.errors import (
     TargetConflict,
     ValueRefused,
 )
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.sinks.contract import Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.mysql import record
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
-from airflow_cdc_provider.engine.sinks.settings import Mode
-from airflow_cdc_provider.engine.stage import END
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.conftest import MYSQL, PIPELINE_ROLE, SYSTEM_DATABASES
 from tests.sink_contract import (
     IDENTITY,

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.engine.errors import ConfigError, UntrustedServer
+from airflow_cdc_provider.engine.core.errors import ConfigError, UntrustedServer
 from airflow_cdc_provider.engine.sinks.mysql import transport
-from airflow_cdc_provider.engine.sinks.mysql.load import Field, Loader
+from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
 from airflow_cdc_provider.engine.sinks.mysql.types import WORDS
 from tests.test_tls import Authority

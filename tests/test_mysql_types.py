@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from psycopg2 import sql
 
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.chunks import Chunk, text_of
-from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import Connection, connected, rows
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import LimitExceeded, UncapturableTable
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks.base import StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.errors import LimitExceeded, UncapturableTable
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.contract import StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.mysql.types import kind_of
-from airflow_cdc_provider.engine.stage import END
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk, text_of
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.conftest import Databases
 from tests.mysql import query
 from tests.test_types import VALUES

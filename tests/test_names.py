@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import Connection, connected, rows
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.publication import create_publication, drop_publication
-from airflow_cdc_provider.engine.slot import SlotState, emit_marker, read_slot
-from airflow_cdc_provider.engine.waiting import await_condition
-from airflow_cdc_provider.engine.wal import WalReader
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import create_publication, drop_publication
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, emit_marker, read_slot
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.changelogs import assert_same_values
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest

@@ -8,11 +8,13 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import commands, requests, reread
-from airflow_cdc_provider.engine.barriers import Barriers
-from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, Fenced, ForeignTable, StreamFailed
-from airflow_cdc_provider.engine.run import RESNAPSHOT, last_error, run_part
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, Fenced, ForeignTable, StreamFailed
+from airflow_cdc_provider.engine.runs.run import RESNAPSHOT, last_error, run_part
+from airflow_cdc_provider.engine.sources.postgres.reading import reread
+from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, apply_stream, transaction
 from tests.sparkless import FAILED, SparklessRun

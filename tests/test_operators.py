@@ -18,22 +18,22 @@ from tests.airflow_support import connection_json, install_commands, write_pipel
 # isort: split
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.core.errors import (
     ConnectionFailed,
     GateClosed,
     SecondWriter,
     ServerNotReady,
     SparkUnusable,
 )
-from airflow_cdc_provider.engine.findings import Finding
-from airflow_cdc_provider.engine.history import read_history
-from airflow_cdc_provider.engine.run import last_error
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.table import human_bytes
+from airflow_cdc_provider.engine.core.findings import Finding
+from airflow_cdc_provider.engine.core.text_output import human_bytes
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.run import last_error
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.history import read_history
 from airflow_cdc_provider.hooks import spark_job
+from airflow_cdc_provider.hooks.progress import progress_line
 from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator, CdcProvisionOperator, CdcVerifyOperator
-from airflow_cdc_provider.operators.progress import progress_line
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 
@@ -72,7 +72,7 @@ def fail_with(error: Exception) -> Callable[..., Any]:
 
 
 def preflight_finds(monkeypatch: pytest.MonkeyPatch, *found: Finding) -> None:
-    monkeypatch.setattr("airflow_cdc_provider.engine.preflight.preflight", lambda pipeline: found)
+    monkeypatch.setattr("airflow_cdc_provider.engine.commands.preflight.preflight", lambda pipeline: found)
 
 
 def logged(capsys: pytest.CaptureFixture[str]) -> list[str]:

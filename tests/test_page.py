@@ -22,14 +22,14 @@ from airflow.api_fastapi.core_api.datamodels.plugins import PluginResponse
 from fastapi.testclient import TestClient
 
 from airflow_cdc_provider import __version__
-from airflow_cdc_provider.engine import submission
-from airflow_cdc_provider.engine.history import extended
-from airflow_cdc_provider.engine.ledger import write_ledger
-from airflow_cdc_provider.engine.run import request_stop
-from airflow_cdc_provider.engine.slot import SlotState
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
-from airflow_cdc_provider.engine.submission import Submission
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.run import request_stop
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState
+from airflow_cdc_provider.engine.state import submission
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.history import extended
+from airflow_cdc_provider.engine.state.submission import Submission
 from airflow_cdc_provider.plugins import cdc
 from airflow_cdc_provider.plugins.api import STATIC, Pipelines, make_app
 from airflow_cdc_provider.plugins.ledgers import CELLS, Ledger, TableChunks

@@ -11,7 +11,7 @@ from typing import Literal
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine.errors import CannotFollow
+from airflow_cdc_provider.engine.core.errors import CannotFollow
 from tests.changelogs import assert_same_values
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest

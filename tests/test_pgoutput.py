@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.errors import ProtocolError
-from airflow_cdc_provider.engine.pgoutput import (
+from airflow_cdc_provider.engine.core.errors import ProtocolError
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import (
     Changes,
     OpenTransaction,
     Piece,

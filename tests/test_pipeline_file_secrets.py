@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.plugins.pipeline_files import find_pipelines
 

@@ -9,11 +9,11 @@ import psycopg2
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.chunks import plan
-from airflow_cdc_provider.engine.connection import connected, rows
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, MissingPrivilege, Retry
-from airflow_cdc_provider.engine.reading_sessions import ArrowSession, CopySession
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, MissingPrivilege, Retry
+from airflow_cdc_provider.engine.postgres.connection import connected, rows
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import plan
+from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import ArrowSession, CopySession
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

@@ -15,11 +15,11 @@ from psycopg.postgres import types
 from psycopg2 import sql
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import reading_sessions
-from airflow_cdc_provider.engine.connection import Connection, connected
-from airflow_cdc_provider.engine.reading_sessions import CopySession
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected
 from airflow_cdc_provider.engine.sinks.postgres import copy as postgres_copy
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
+from airflow_cdc_provider.engine.sources.postgres.reading import read_sessions
+from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import CopySession
 from tests.conftest import Databases, ServerMaker
 from tests.test_types import VALUES as BUILT_IN
 
@@ -59,7 +59,7 @@ def test_what_one_server_writes_the_other_reads(
         for row in numbered:
             cursor.execute("INSERT INTO public.copied_rows VALUES (%s, %s, %s, %s)", row)
     with pytest.MonkeyPatch.context() as patch, closing(CopySession(dsn, {})) as session, target.cursor() as cursor:
-        patch.setattr(reading_sessions, "_SLICE_BYTES", slice_bytes)
+        patch.setattr(read_sessions, "_SLICE_BYTES", slice_bytes)
         cursor.execute("TRUNCATE public.copied_rows")
         constants = [(constant, "text"), ("end", "text")]
         written = session.copied("SELECT * FROM public.copied_rows", constants, binary)

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.arrays import array_text
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import StagingLost, ValueRefused
-from airflow_cdc_provider.engine.sinks.base import Staged, Target
-from airflow_cdc_provider.engine.sinks.postgres import gathered as postgres_gathered
-from airflow_cdc_provider.engine.sinks.postgres.gathered import element_types
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.errors import StagingLost, ValueRefused
+from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
+from airflow_cdc_provider.engine.postgres.array_text import array_text
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sinks.contract import Staged, Target
+from airflow_cdc_provider.engine.sinks.postgres import shared_staging as postgres_gathered
+from airflow_cdc_provider.engine.sinks.postgres.shared_staging import element_types
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from tests.conftest import Databases
 from tests.sink_contract import IDENTITY, Begun
 from tests.test_postgres_sink import PostgresStore

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.errors import CdcError, Retry, TargetConflict, ValueRefused
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.core.errors import CdcError, Retry, TargetConflict, ValueRefused
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
 from tests.conftest import create_database, drop_database
 from tests.refusals import attempts
 from tests.sink_contract import NEW, TARGET, WHOLE, begin

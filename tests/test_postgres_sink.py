@@ -17,14 +17,14 @@ import pytest
 from psycopg.rows import dict_row
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.ahead import Ahead
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed, StagingLost, StreamFailed
-from airflow_cdc_provider.engine.sinks.base import Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.sinks.contract import Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
-from airflow_cdc_provider.engine.sinks.settings import Mode
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.sink_contract import (
     LABEL,

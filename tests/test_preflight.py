@@ -12,11 +12,8 @@ import psycopg2
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import readiness
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected, rows, scalar
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ConfigError,
     ConnectionFailed,
@@ -29,10 +26,13 @@ from airflow_cdc_provider.engine.errors import (
     UncapturableTable,
     UnknownTable,
 )
-from airflow_cdc_provider.engine.findings import Finding, require
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.publication import publication_sql, published_otherwise
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.findings import Finding, require
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected, rows, scalar
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publication_sql, published_otherwise
+from airflow_cdc_provider.engine.sources.postgres.provision import readiness
 from tests.conftest import Databases, ServerMaker
 
 ORDERS = "CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY, body text)"

@@ -15,9 +15,9 @@ import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege
-from airflow_cdc_provider.engine.findings import Finding
-from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.core.findings import Finding
 from tests.conftest import SESSION_SETTINGS, Databases, drop_database
 from tests.pipelines import PipelineUnderTest, execute, query_rows
 

@@ -28,8 +28,8 @@ from airflow.triggers.base import BaseTrigger
 
 import airflow_cdc_provider
 from airflow_cdc_provider import get_provider_info as provider_info_module
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.get_provider_info import get_provider_info
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook

@@ -16,20 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.errors import (
-    ConfigError,
-    Failpoint,
-    Fenced,
-    GateClosed,
-)
-from airflow_cdc_provider.engine.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents, Step
+from airflow_cdc_provider.engine.core.errors import ConfigError, Failpoint, Fenced, GateClosed
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.lake import log as log_module
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN, Head, Log
-from airflow_cdc_provider.engine.sinks.lake.place import Place
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
 from tests.sink_contract import IDENTITY, TARGET, WHOLE
 
 processes = multiprocessing.get_context("forkserver")
@@ -319,7 +314,7 @@ class Numbers(LakeRecord):
         def decide(contents: Contents) -> Commit | None:
             if not self._is_next(contents, start, end, []):
                 return None
-            then = changes.unit_applied(contents, end, 0.0)
+            then = record_contents.unit_applied(contents, end, 0.0)
             return Commit(then) if work is None else Commit(work=work, then=then)
 
         return self._append(epoch, "unit", decide) is not None
@@ -349,10 +344,10 @@ def test_a_run_that_is_overtaken_between_its_look_and_its_write_does_not_write(s
         if not overtaken:
             head = sink._log.head()
             assert head is not None
-            taking = changes.taken(contents, "new", 0.0)
+            taking = record_contents.taken(contents, "new", 0.0)
             assert Log(sink._home / "log").append(head, taking, "taken") is not None
             overtaken.append(taking.set["head"]["epoch"])
-        return Commit(changes.noted({"old": True}))
+        return Commit(record_contents.noted({"old": True}))
 
     with pytest.raises(Fenced):
         sink._append(old, "a note", decide)
@@ -481,8 +476,8 @@ def test_a_step_that_an_overtaken_run_carries_out_late_changes_nothing(sink: Num
     old = sink.take_epoch("old")
     head = sink._log.head()
     assert head is not None
-    then = changes.unit_applied(head.contents, 60, 0.0)
-    sink._log.append(head, changes.decided(head.number + 1, {"t1": "a"}, then), "decided")
+    then = record_contents.unit_applied(head.contents, 60, 0.0)
+    sink._log.append(head, record_contents.decided(head.number + 1, {"t1": "a"}, then), "decided")
     slept = sink._log.head()
     assert slept is not None
     epoch = sink.take_epoch("new")
@@ -511,4 +506,4 @@ def test_processes_that_commit_at_once_help_each_other(tmp_path: Path) -> None:
     assert [worker.exitcode for worker in workers] == [0, 0]
     head = sink._log.head()
     assert head is not None
-    assert changes.step_of(head.contents) is None
+    assert record_contents.step_of(head.contents) is None

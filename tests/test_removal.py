@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.demo.servers import find_free_port
-from airflow_cdc_provider.engine import cli
-from airflow_cdc_provider.engine.run import sink_of
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.runs.run import sink_of
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.engine.interpreter import SCRIPT
+from airflow_cdc_provider.engine.spark.python_interpreter import SCRIPT
 from tests.airflow_support import ROOT
 
 # isort: split

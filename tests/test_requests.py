@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine import commands, requests
-from airflow_cdc_provider.engine.requests import Standing
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.requests import Standing
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, transaction
 from tests.streaming import Streaming

@@ -18,10 +18,11 @@ import tests.airflow_support
 # isort: split
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskDeferred
 
-from airflow_cdc_provider.engine import commands, requests
-from airflow_cdc_provider.engine.errors import StateUnwritable
-from airflow_cdc_provider.engine.run import sink_of
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import StateUnwritable
+from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.operators.approval import CdcApprovalOperator, describe
 from airflow_cdc_provider.operators.drop import CdcDropOperator
 from airflow_cdc_provider.operators.resnapshot import CdcResnapshotOperator

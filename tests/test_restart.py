@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.engine import attempts
-from airflow_cdc_provider.engine import run as run_module
-from airflow_cdc_provider.engine.budget import Action, Budget, BudgetWatch
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, SlotBudgetExceeded, SparkLost, StateUnwritable, StreamFailed
-from airflow_cdc_provider.engine.history import read_history
-from airflow_cdc_provider.engine.restart import Attempt, Failure, Restart
-from airflow_cdc_provider.engine.run import Run
-from airflow_cdc_provider.engine.slot import SlotState
-from airflow_cdc_provider.engine.state import State, read_heartbeats
+from airflow_cdc_provider.engine.core.errors import (
+    ConfigError,
+    SlotBudgetExceeded,
+    SparkLost,
+    StateUnwritable,
+    StreamFailed,
+)
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.restart_strategy import Attempt, Failure, Restart
+from airflow_cdc_provider.engine.postgres.slot_budget import Action, Budget, BudgetWatch
+from airflow_cdc_provider.engine.runs import restarting
+from airflow_cdc_provider.engine.runs import run as run_module
+from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState
+from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+from airflow_cdc_provider.engine.state.history import read_history
 
 FIXED = Restart(attempts=3, delay=5.0)
 RATE = Restart("failure-rate", failures=2, interval=60.0, delay=1.0)
@@ -70,15 +76,15 @@ def test_what_a_job_says_of_itself_tells_whether_it_has_committed(
     reports: list[dict[str, Any]] = [{}, {"finished": 0}, {}, {"finished": 0}, {"finished": 1}, {"finished": 1}]
     pipeline = replace(parse({}), stream=replace(parse({}).stream, restart=Watched(attempts=5, delay=0.0)))
     run = Run(pipeline, State(str(tmp_path)), "stream", 1)
-    monkeypatch.setattr(attempts, "_look_at_slot", lambda run: None)
-    monkeypatch.setattr(attempts, "rejoin", lambda run: None)
+    monkeypatch.setattr(restarting, "_look_at_slot", lambda run: None)
+    monkeypatch.setattr(restarting, "rejoin", lambda run: None)
 
     def attempt(record: object) -> None:
         run.progress = {**run.progress, **reports.pop(0)}
         raise StreamFailed("broken", "")
 
     with pytest.raises(StreamFailed):
-        attempts.keep_trying(run, None, attempt)  # type: ignore[arg-type]
+        restarting.keep_trying(run, None, attempt)  # type: ignore[arg-type]
     assert seen[-1] == [False, False, False, False, True, False]
     assert run.report()["restarts"] == 5
     assert run.report()["progressed"]
@@ -89,19 +95,19 @@ def test_what_a_job_says_of_itself_tells_whether_it_has_committed(
 def test_the_end_of_spark_is_no_error_of_a_job_that_is_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A signal to all of its processes ends the JVM, too."""
     run = Run(parse({}), State(str(tmp_path)), "stream", 1)
-    monkeypatch.setattr(attempts, "_look_at_slot", lambda run: None)
+    monkeypatch.setattr(restarting, "_look_at_slot", lambda run: None)
 
     def attempt(record: object) -> None:
         raise SparkLost("its JVM has ended", "")
 
     with pytest.raises(SparkLost):
-        attempts.keep_trying(run, None, attempt)  # type: ignore[arg-type]
+        restarting.keep_trying(run, None, attempt)  # type: ignore[arg-type]
 
     def stopped(record: object) -> None:
         run.ask_to_stop()
         attempt(record)
 
-    assert attempts.keep_trying(run, None, stopped) is None  # type: ignore[arg-type,func-returns-value]
+    assert restarting.keep_trying(run, None, stopped) is None  # type: ignore[arg-type,func-returns-value]
 
 
 def test_a_heartbeat_may_fail_while_others_still_take_the_job_for_alive(

@@ -14,8 +14,8 @@ from typing import Literal
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.errors import GateClosed
-from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.errors import GateClosed
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest

@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine import verify
-from airflow_cdc_provider.engine.arrays import array_elements, array_texts
-from airflow_cdc_provider.engine.chunks import text_of
-from airflow_cdc_provider.engine.connection import connected, rows
-from airflow_cdc_provider.engine.row_side import row_sides
-from airflow_cdc_provider.engine.sides import Key
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.settings import Mode
-from airflow_cdc_provider.engine.sums import add_up, first_hash, hashes_of
-from airflow_cdc_provider.engine.verify import TableResult
+from airflow_cdc_provider.engine.comparison import compare as comparison
+from airflow_cdc_provider.engine.comparison.compare import TableResult
+from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
+from airflow_cdc_provider.engine.comparison.hash_sums import add_up, first_hash, hashes_of
+from airflow_cdc_provider.engine.comparison.side import Key
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
+from airflow_cdc_provider.engine.postgres.connection import connected, rows
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import text_of
 from tests.conftest import Databases
 from tests.test_verify import DAMAGES, TYPES_DDL, TYPES_ROWS, Session, found
 
@@ -59,10 +59,14 @@ def fetched(
 
 
 def compare(
-    session: Session, target: Target, live: verify.Live | None = None, mode: Mode = "mirror", extra: Sequence[str] = ()
+    session: Session,
+    target: Target,
+    live: comparison.Live | None = None,
+    mode: Mode = "mirror",
+    extra: Sequence[str] = (),
 ) -> TableResult:
     read = partial(fetched, session, extra)
-    (result,) = verify.compare(
+    (result,) = comparison.compare(
         session.source, [target], lambda source, target: row_sides(source, target, mode, read), live
     )
     return result

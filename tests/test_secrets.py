@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
-from airflow_cdc_provider.engine import cli
-from airflow_cdc_provider.engine.connection import without_password
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import without_password
 from tests.airflow_support import connection_json
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker, create_database
 from tests.pipelines import SECONDS, PipelineUnderTest, execute

@@ -14,11 +14,11 @@ import pytest
 from psycopg import pq
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.connection import connected, connection_failure, rows
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, LoginRefused, Retry, UnsafeSession
-from airflow_cdc_provider.engine.reading_sessions import ArrowSession, CopySession
-from airflow_cdc_provider.engine.session_settings import REQUIRED
-from airflow_cdc_provider.engine.wal import execute, open_replication
+from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, LoginRefused, Retry, UnsafeSession
+from airflow_cdc_provider.engine.postgres.connection import connected, connection_failure, rows
+from airflow_cdc_provider.engine.postgres.session_settings import REQUIRED
+from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import ArrowSession, CopySession
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import execute, open_replication
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 from tests.conftest import Databases
 from tests.hostile import ENVIRONMENT

@@ -12,15 +12,16 @@ import pytest
 from psycopg import sql
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import commands, requests
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, Fenced, SecondWriter
-from airflow_cdc_provider.engine.run import existing_record, sink_of
-from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Fenced, SecondWriter
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
+from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords
+from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
-from airflow_cdc_provider.engine.sinks.several import SeveralRecords
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
 from tests.audited import AUDITED, assert_exactly_once, writing
 from tests.conftest import Databases, as_pipeline_role, create_database
 from tests.pipelines import SECONDS, PipelineUnderTest, copy_chunk_of, query_rows

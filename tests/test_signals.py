@@ -18,10 +18,10 @@ from threading import Event
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import interrupts
-from airflow_cdc_provider.engine.interrupts import SignalCame
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core import signals
+from airflow_cdc_provider.engine.core.signals import SignalCame
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
 from tests.pipelines import SECONDS, Command, Outcome, PipelineUnderTest, transaction
 
@@ -170,7 +170,7 @@ def test_signals_that_were_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> N
     """As ``nohup`` asks, and shells for what runs in the background."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupts.listening(lambda name: 1):
+        with signals.listening(lambda name: 1):
             signal.raise_signal(signal.SIGHUP)
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -180,24 +180,24 @@ def test_signals_that_were_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_is_asked_to_stop_and_what_follows_as_well() -> None:
     asked: list[str] = []
-    with interrupts.listening(lambda name: 1):
-        with interrupts.ending_gracefully(lambda: asked.append("first")) as heard:
+    with signals.listening(lambda name: 1):
+        with signals.ending_gracefully(lambda: asked.append("first")) as heard:
             assert heard
             signal.raise_signal(signal.SIGTERM)
         assert set(asked) == {"first"}
-        with interrupts.ending_gracefully(lambda: asked.append("second")):
+        with signals.ending_gracefully(lambda: asked.append("second")):
             assert "second" in asked
-        assert interrupts.close() == "SIGTERM"
-    with interrupts.ending_gracefully(lambda: asked.append("third")) as heard:
+        assert signals.close() == "SIGTERM"
+    with signals.ending_gracefully(lambda: asked.append("third")) as heard:
         assert not heard
     assert "third" not in asked
 
 
 def test_what_has_no_unit_is_broken_off() -> None:
     called: list[bool] = []
-    with interrupts.listening(lambda name: 1):
-        interrupts.arm()
-        interrupts.when_broken_off(lambda: called.append(True))
+    with signals.listening(lambda name: 1):
+        signals.arm()
+        signals.when_broken_off(lambda: called.append(True))
         with pytest.raises(SignalCame, match="SIGINT"):
             signal.raise_signal(signal.SIGINT)
     assert called == [True]
@@ -206,9 +206,9 @@ def test_what_has_no_unit_is_broken_off() -> None:
 
 def test_what_begins_is_known_before_it_is_broken_off() -> None:
     known: list[bool] = []
-    with interrupts.listening(lambda name: 1), pytest.raises(SignalCame, match="SIGTERM"):  # noqa: PT012
-        interrupts.arm()
-        with interrupts.deferred():
+    with signals.listening(lambda name: 1), pytest.raises(SignalCame, match="SIGTERM"):  # noqa: PT012
+        signals.arm()
+        with signals.deferred():
             signal.raise_signal(signal.SIGTERM)
             known.append(True)
     assert known == [True]
@@ -216,18 +216,18 @@ def test_what_begins_is_known_before_it_is_broken_off() -> None:
 
 def test_what_begins_in_a_unit_ends_with_it() -> None:
     asked: list[str] = []
-    with interrupts.listening(lambda name: 1):
-        interrupts.arm()
-        with interrupts.ending_gracefully(lambda: asked.append("stop")), interrupts.deferred():
+    with signals.listening(lambda name: 1):
+        signals.arm()
+        with signals.ending_gracefully(lambda: asked.append("stop")), signals.deferred():
             signal.raise_signal(signal.SIGTERM)
     assert "stop" in asked
 
 
 def test_a_signal_before_anything_can_be_told_is_kept() -> None:
-    with interrupts.listening(lambda name: 1):
+    with signals.listening(lambda name: 1):
         signal.raise_signal(signal.SIGHUP)
         with pytest.raises(SignalCame, match="SIGHUP"):
-            interrupts.arm()
+            signals.arm()
 
 
 def test_a_signal_where_exceptions_are_ignored_comes_again() -> None:
@@ -238,13 +238,13 @@ def test_a_signal_where_exceptions_are_ignored_comes_again() -> None:
             signal.raise_signal(signal.SIGTERM)
             deque(range(10))  # the handler runs
 
-    with interrupts.listening(lambda name: 1), pytest.raises(SignalCame, match="SIGTERM"):  # noqa: PT012
-        interrupts.arm()
+    with signals.listening(lambda name: 1), pytest.raises(SignalCame, match="SIGTERM"):  # noqa: PT012
+        signals.arm()
         Finalized()
         Event().wait(SECONDS)
 
 
 def test_an_outcome_is_not_broken_off() -> None:
-    with interrupts.listening(lambda name: 1):
-        assert interrupts.close() is None
+    with signals.listening(lambda name: 1):
+        assert signals.close() is None
         signal.raise_signal(signal.SIGTERM)

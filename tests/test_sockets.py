@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine.sockets import Answering, ask, meeting_place
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.spark.local_sockets import Answering, ask, meeting_place
 
 
 @pytest.fixture

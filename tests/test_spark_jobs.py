@@ -24,9 +24,9 @@ from airflow.sdk.exceptions import AirflowException, TaskDeferred
 from airflow.sdk.execution_time.context import OutletEventAccessors
 
 from airflow_cdc_provider.assets import CHANGED_TABLES
-from airflow_cdc_provider.engine.state import State, read_heartbeat
-from airflow_cdc_provider.engine.submission import Submission, read
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.state.files import State, read_heartbeat
+from airflow_cdc_provider.engine.state.submission import Submission, read
 from airflow_cdc_provider.links.spark import SparkUiLink
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.spark import CdcSparkOperator

@@ -16,17 +16,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine import cli, commands, submission
-from airflow_cdc_provider.engine.announcement import announced, announcements
-from airflow_cdc_provider.engine.config import NAME
-from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, StateDamaged, StateUnwritable
-from airflow_cdc_provider.engine.history import History, read_history
-from airflow_cdc_provider.engine.ledger import read_grid
-from airflow_cdc_provider.engine.location import clear, refuse_others, require_own, take
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.requests import outcome, standing, waiting
-from airflow_cdc_provider.engine.run import last_error, record_error, request_stop
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, StateDamaged, StateUnwritable
+from airflow_cdc_provider.engine.pipeline.pipeline import NAME
+from airflow_cdc_provider.engine.runs.record_copy import read_grid
+from airflow_cdc_provider.engine.runs.run import last_error, record_error, request_stop
+from airflow_cdc_provider.engine.state import submission
+from airflow_cdc_provider.engine.state.announcement import announced, announcements
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state.history import History, read_history
+from airflow_cdc_provider.engine.state.location import clear, refuse_others, require_own, take
+from airflow_cdc_provider.engine.state.requests import outcome, standing, waiting
 from tests.conftest import Databases
 from tests.hdfs import HdfsCluster
 from tests.pipelines import PipelineUnderTest

@@ -22,8 +22,8 @@ from tests.airflow_support import connection_json, write_pipeline
 from airflow.sdk.exceptions import AirflowException, TaskDeferred
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
-from airflow_cdc_provider.engine import cli, lookout, submission
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ExitCode,
     Fenced,
@@ -33,10 +33,12 @@ from airflow_cdc_provider.engine.errors import (
     StateUnwritable,
     StreamFailed,
 )
-from airflow_cdc_provider.engine.lookout import PATIENCE_SECONDS, Lookout, patience
-from airflow_cdc_provider.engine.run import refuse_second_writer, request_stop
-from airflow_cdc_provider.engine.state import STALE_SECONDS, Owner, State, read_heartbeats, write_heartbeat
-from airflow_cdc_provider.engine.submission import (
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.run import refuse_second_writer, request_stop
+from airflow_cdc_provider.engine.state import job_watch, submission
+from airflow_cdc_provider.engine.state.files import STALE_SECONDS, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS, Lookout, patience
+from airflow_cdc_provider.engine.state.submission import (
     Asker,
     Status,
     Submission,
@@ -46,7 +48,6 @@ from airflow_cdc_provider.engine.submission import (
     read,
     stop,
 )
-from airflow_cdc_provider.engine.waiting import await_condition
 from airflow_cdc_provider.operators import spark
 from airflow_cdc_provider.operators.spark import Handle, Step, next_step
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
@@ -316,7 +317,7 @@ def test_a_stop_is_waited_for(state: State) -> None:
 _STUCK = """
 import sys
 from airflow_cdc_provider.engine import run
-from airflow_cdc_provider.engine.config import Pipeline
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 run._BEAT_SECONDS, run.KILL_SECONDS = 0.1, 0.3
 pipeline = Pipeline.load(sys.argv[1])
 run.Run(pipeline, run.State(pipeline.state), "stream", 7).keep_beating()
@@ -430,7 +431,7 @@ def test_how_long_silence_is_borne(keeper: Owner | None, driver: Owner | None, c
 def test_a_job_that_is_silent_is_lost_and_no_second_writer(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     job = submitted(state, keeper=ELSEWHERE)
     now = time.monotonic()
-    monkeypatch.setattr(lookout.time, "monotonic", lambda: now)
+    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
     watch = Lookout(state, job.id)
     write_heartbeat(state, beat(job, ELSEWHERE, time.time(), changes=1))
     assert watch.look().progress == {"changes": 1}
@@ -455,7 +456,7 @@ def test_a_job_that_is_silent_is_lost_and_no_second_writer(state: State, monkeyp
 def test_what_cannot_be_heard_is_no_silence(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
     job = submitted(state)
     now = time.monotonic()
-    monkeypatch.setattr(lookout.time, "monotonic", lambda: now)
+    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
     watch = Lookout(state, job.id)
     watch.look()
     now += STALE_SECONDS - 1
@@ -475,7 +476,7 @@ def test_a_job_is_asked_to_end_when_its_time_is_up(
 ) -> None:
     job = submitted(state, keeper=HERE)
     now = time.monotonic()
-    monkeypatch.setattr(lookout.time, "monotonic", lambda: now)
+    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
     watch = Watch(state, job.id, time.time() - 1, print)
     if not reachable:
         monkeypatch.setattr(State, "read_as", failing(State.read_as, times=99))

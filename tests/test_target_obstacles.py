@@ -8,9 +8,9 @@ from typing import Literal
 
 import pytest
 
-from airflow_cdc_provider.engine.errors import Refused
-from airflow_cdc_provider.engine.findings import Finding
-from airflow_cdc_provider.engine.preflight import preflight
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import Refused
+from airflow_cdc_provider.engine.core.findings import Finding
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest
 

@@ -19,8 +19,8 @@ from airflow.sdk import Asset, RetryAction
 from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cdc_provider import CDC_RETRY_POLICY, table_asset
-from airflow_cdc_provider.engine.connection import dataset
-from airflow_cdc_provider.engine.errors import Blocked, CdcError, Fenced, GateClosed, SecondWriter, ServerNotReady
+from airflow_cdc_provider.engine.core.errors import Blocked, CdcError, Fenced, GateClosed, SecondWriter, ServerNotReady
+from airflow_cdc_provider.engine.postgres.connection import dataset
 from airflow_cdc_provider.hooks.cdc import airflow_failures
 from airflow_cdc_provider.retry import CdcRetryPolicy, CdcTaskFailed
 from tests.conftest import Databases
@@ -44,7 +44,7 @@ from sqlalchemy import select
 
 from airflow_cdc_provider import CDC_RETRY_POLICY
 from airflow_cdc_provider.assets import CHANGED_TABLES, announce_changes
-from airflow_cdc_provider.engine.errors import GateClosed, SecondWriter
+from airflow_cdc_provider.engine.core.errors import GateClosed, SecondWriter
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
 from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator

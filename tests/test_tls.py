@@ -23,13 +23,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import cli, commands
-from airflow_cdc_provider.engine.buffer import Position
-from airflow_cdc_provider.engine.connection import connect, connected, session_dsn
-from airflow_cdc_provider.engine.errors import ConnectionFailed, StreamFailed
-from airflow_cdc_provider.engine.pgoutput import decode
-from airflow_cdc_provider.engine.slot import emit_marker
-from airflow_cdc_provider.engine.wal import open_replication
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed, StreamFailed
+from airflow_cdc_provider.engine.postgres.connection import connect, connected, session_dsn
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import open_replication
 from tests.airflow_support import connection_json
 from tests.conftest import PIPELINE_ROLE, SESSION_SETTINGS, Databases, create_database, create_roles
 from tests.pipelines import PipelineUnderTest, execute, reader_naps, slot_reader

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AclOperation, ResourceType
 
-from airflow_cdc_provider.engine.errors import ConnectionFailed, MissingPrivilege
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.topics.cluster import Topics
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from tests.conftest import Databases
 from tests.kafka_server import committed, create_topic, make_broker
 from tests.test_kafka_server import USER, grant

@@ -18,10 +18,10 @@ from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from confluent_kafka.schema_registry.error import SchemaRegistryError
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine.errors import ConnectionFailed
-from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
-from airflow_cdc_provider.engine.topics import messages
-from airflow_cdc_provider.engine.topics.avro import TEXT, AvroTexts
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed
+from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
+from airflow_cdc_provider.engine.sources.kafka import message_view
+from airflow_cdc_provider.engine.sources.kafka.avro_texts import TEXT, AvroTexts
 from tests.conftest import Databases
 from tests.kafka_server import committed, create_topic
 from tests.topics import TopicsPipeline
@@ -71,8 +71,8 @@ def encoded(registry: str, subject: str, schema: Mapping[str, Any], value: Mappi
 def missing(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
     """The schemas that the registry lacked, each time that dead letters are looked for."""
     found: list[frozenset[int]] = []
-    troubled = messages.troubled
-    monkeypatch.setattr(messages, "troubled", lambda *given: (found.append(given[-1]), troubled(*given))[1])
+    troubled = message_view.troubled
+    monkeypatch.setattr(message_view, "troubled", lambda *given: (found.append(given[-1]), troubled(*given))[1])
     return found
 
 

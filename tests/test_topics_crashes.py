@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.conftest import PIPELINE_ROLE, Databases, Some
 from tests.kafka_server import SECONDS, make_broker
 from tests.test_topics_pipeline import CLICKS, ORDERS, SUMS

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, ValueRefused
-from airflow_cdc_provider.engine.topics.culprits import Part, culprits, tipping
-from airflow_cdc_provider.engine.topics.skips import Skip
+from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, ValueRefused
+from airflow_cdc_provider.engine.sources.kafka.culprits import Part, culprits, tipping
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip
 
 UNIT = Part.between({"a": {"0": 5, "1": 7}}, {"a": {"0": 105, "1": 7, "2": 30}, "b": {"0": 70}})
 PLACES = [(topic, p, n) for topic, p, begin, end in UNIT.ranges for n in range(begin, end)]

@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, TopicPartition
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import BadRecord, ConfigError
+from airflow_cdc_provider.engine.core.errors import BadRecord, ConfigError
 from tests.conftest import PIPELINE_ROLE, Databases
 from tests.kafka_server import SECONDS, committed, create_topic, properties
 from tests.mysql import query

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from airflow_cdc_provider.engine.topics.difference import text_difference
+from airflow_cdc_provider.engine.sources.kafka.query_difference import text_difference
 
 
 def test_a_query_in_one_line_is_shown_clause_by_clause() -> None:

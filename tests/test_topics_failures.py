@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ForeignTable,
     GateClosed,
@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.errors import (
     UncapturableTable,
     ValueRefused,
 )
-from airflow_cdc_provider.engine.topics.failures import cause_of, failure_of, fitting
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import cause_of, failure_of, fitting
 
 JOB = """An error occurred while calling o55.save.
 : org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times, most recent \

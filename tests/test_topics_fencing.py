@@ -15,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import SecondWriter
+from airflow_cdc_provider.engine.core.errors import SecondWriter
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from tests.conftest import Databases
 from tests.test_topics_to_topics import TopicsToTopic

@@ -12,8 +12,8 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.engine import batches, commands
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import (
     BadRecord,
     CdcError,
     ConfigError,
@@ -22,8 +22,9 @@ from airflow_cdc_provider.engine.errors import (
     StreamFailed,
 )
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.topics import job
-from airflow_cdc_provider.engine.topics.failures import failure_of
+from airflow_cdc_provider.engine.runs import foreach_batch
+from airflow_cdc_provider.engine.sources.kafka import stream_job
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, committed, create_topic, properties, set_topic, transactional
 from tests.topics import TopicsPipeline, moments
@@ -80,7 +81,7 @@ def test_only_what_is_committed_is_read_from_where_the_pipeline_begins(orders: T
 def test_an_open_transaction_is_named_and_what_stands_behind_it_counts(
     orders: TopicsPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "_OPEN_SECONDS", 0.1)
+    monkeypatch.setattr(stream_job, "_OPEN_SECONDS", 0.1)
     orders.send({"id": 0})
     producer = transactional(orders.broker.brokers, orders.topic)
     producer.begin_transaction()
@@ -136,7 +137,7 @@ def test_windows_are_summed_and_go_on_after_a_restart(sums: TopicsPipeline) -> N
 @pytest.mark.thorough
 def test_what_comes_too_late_is_left_out_and_counted(sums: TopicsPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of the last batch, after which the query is stopped at once."""
-    monkeypatch.setattr(batches, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(foreach_batch, "_POLL_SECONDS", 0.001)
     sums.change(source={"late": "count"})
     sums.send({"id": "a", "at": moments([0])[0], "value": 1}, {"id": "a", "at": moments([30])[0], "value": 0})
     sums.catch_up()

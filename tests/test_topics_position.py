@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.engine.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.kafka.cluster import Topic
-from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.topics.cluster import behind, reached, with_all
-from airflow_cdc_provider.engine.topics.position import Found, Position, foremost, goes_on, with_truncates
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.kafka.position import Found, Position, foremost, goes_on, with_truncates
+from airflow_cdc_provider.engine.sources.kafka.topics import behind, reached, with_all
 
 POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
 CRASHES = ("batch", "crash when planned", "crash between sinks", "crash when committed")

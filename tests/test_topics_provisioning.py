@@ -9,11 +9,11 @@ import pytest
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.run import sink_of
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.topics import provisioning
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sources.kafka import provisioning
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 from tests.conftest import Databases
 from tests.topics import TopicsPipeline
 

@@ -9,11 +9,11 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError, ConnectionFailed, SparkUnusable
-from airflow_cdc_provider.engine.topics import messages
-from airflow_cdc_provider.engine.topics.failures import failure_of
-from airflow_cdc_provider.engine.topics.query import Shape, output_of, result, shape_of
+from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, SparkUnusable
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sources.kafka import message_view
+from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, result, shape_of
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
 from tests.pipelines import SPARK_CONF
 from tests.spark_jvm import local_session
 from tests.test_config import document
@@ -186,7 +186,7 @@ def test_no_condition_of_the_query_passes_over_a_bad_message(
     raw = spark.createDataFrame([(None, value, "t", 0, 5, None)], columns)
     with pytest.raises(PySparkException) as told:
         result(spark, topics, raw).collect()
-    bad = messages.bad_record(str(told.value))
+    bad = message_view.bad_record(str(told.value))
     assert bad is not None
     assert "message 5 of t[0]" in bad.message
 

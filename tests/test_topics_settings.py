@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.addresses import java_properties
-from airflow_cdc_provider.engine.topics.checkpoint import Checkpoint
-from airflow_cdc_provider.engine.topics.settings import _RESERVED, PACKAGE
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
+from airflow_cdc_provider.engine.sources.kafka.settings import _RESERVED, PACKAGE
 from tests.test_config import document
 
 ROOT = Path(__file__).parents[1]

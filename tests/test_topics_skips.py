@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from pyspark.sql import DataFrame
 
-from airflow_cdc_provider.engine.topics.skips import Skip, only, without
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, only, without
 from tests.pipelines import SPARK_CONF
 from tests.spark_jvm import local_session
 

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import SinkIsSource
+from airflow_cdc_provider.engine.core.errors import SinkIsSource
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS as PATIENCE

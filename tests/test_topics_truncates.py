@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import BadRecord, ValueRefused
+from airflow_cdc_provider.engine.core.errors import BadRecord, ValueRefused
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, create_topic
 from tests.test_topics_dead_ends import dead_letters

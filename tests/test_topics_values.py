@@ -13,12 +13,12 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.topics import messages
-from airflow_cdc_provider.engine.topics.lineage import Lineage
-from airflow_cdc_provider.engine.topics.query import lineage_in, result
-from airflow_cdc_provider.engine.topics.settings import TopicSource
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sources.kafka import message_view
+from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage
+from airflow_cdc_provider.engine.sources.kafka.query import lineage_in, result
+from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
 from tests.pipelines import SPARK_CONF
 from tests.spark_jvm import local_session
 from tests.test_config import document
@@ -154,7 +154,7 @@ def raw(spark: SparkSession, values: Sequence[bytes | None]) -> DataFrame:
 
 
 def test_values_are_kept_as_they_are(spark: SparkSession) -> None:
-    for found in (messages.readable, messages.required):
+    for found in (message_view.readable, message_view.required):
         rows = found(raw(spark, list(KEPT)), source_of()).collect()
         told = [{name: v for name, v in row.asDict(True).items() if v is not None and name[0] != "_"} for row in rows]
         aware = [{n: v.astimezone(UTC) if n == "at" else v for n, v in each.items()} for each in told]
@@ -164,21 +164,21 @@ def test_values_are_kept_as_they_are(spark: SparkSession) -> None:
 def test_what_would_be_changed_is_a_bad_record_unless_it_is_let(spark: SparkSession) -> None:
     values = [value for group in BAD.values() for value in group]
     strict = source_of()
-    assert messages.readable(raw(spark, values), strict).collect() == []
-    troubled = messages.troubled(raw(spark, values), strict, Lineage(), frozenset()).collect()
+    assert message_view.readable(raw(spark, values), strict).collect() == []
+    troubled = message_view.troubled(raw(spark, values), strict, Lineage(), frozenset()).collect()
     assert [bytes(row.value) for row in troubled] == values
     lenient = source_of(bad_records={"lenient": [name for name in BAD if name]})
-    taken = {row._offset for row in messages.readable(raw(spark, values), lenient).select("_offset").collect()}
+    taken = {row._offset for row in message_view.readable(raw(spark, values), lenient).select("_offset").collect()}
     assert {values[n] for n in taken} == {value for name in BAD if name for value in BAD[name]}
     one = source_of(bad_records={"lenient": ["decimals"]})
-    taken = {row._offset for row in messages.readable(raw(spark, values), one).select("_offset").collect()}
+    taken = {row._offset for row in message_view.readable(raw(spark, values), one).select("_offset").collect()}
     assert {values[n] for n in taken} == set(BAD["decimals"])
 
 
 def test_the_column_is_named_whose_value_would_be_changed(spark: SparkSession) -> None:
     with pytest.raises(Exception, match="bad record") as told:
-        messages.required(raw(spark, [b'{"d":1.123456}']), source_of()).collect()
-    found = messages.bad_record(str(told.value))
+        message_view.required(raw(spark, [b'{"d":1.123456}']), source_of()).collect()
+    found = message_view.bad_record(str(told.value))
     assert found is not None
     assert "the value of d is none of DECIMAL(12,4)" in found.message
 
@@ -189,14 +189,14 @@ def test_numbers_stand_for_times_where_their_unit_is_said(spark: SparkSession) -
     good = {"at": 1714557600001, "local": 1714557600000001, "day": -1, "s": "1714557600"}
     bad = [{"at": 1714557600.5}, {"at": "2024-05-01T10:00:00Z"}, {"local": 10**18}, {"day": 2**31}, {"s": 10**18}]
     values = [json.dumps(each).encode() for each in (good, *bad)]
-    (row,) = messages.readable(raw(spark, values), source_of(columns, epochs=units)).collect()
+    (row,) = message_view.readable(raw(spark, values), source_of(columns, epochs=units)).collect()
     assert row.at.astimezone(UTC) == datetime(2024, 5, 1, 10, 0, 0, 1000, UTC)
     assert row.local == datetime(2024, 5, 1, 10, 0, 0, 1)
     assert row.day == date(1969, 12, 31)
     assert row.s.astimezone(UTC) == datetime(2024, 5, 1, 10, tzinfo=UTC)
     for wrong in ({"at": "days"}, {"day": "seconds"}, {"other": "days"}):
         with pytest.raises(ConfigError, match=r"source\.epochs"):
-            messages.columns_of(source_of(columns, epochs=wrong))
+            message_view.columns_of(source_of(columns, epochs=wrong))
 
 
 def test_values_are_taken_as_a_whole(spark: SparkSession) -> None:
@@ -207,13 +207,13 @@ def test_values_are_taken_as_a_whole(spark: SparkSession) -> None:
         "sql": "SELECT value, _offset AS n FROM messages WHERE value LIKE '%\"%'",
     }
     texts = source_of(**section)
-    rows = messages.readable(raw(spark, values), texts).select("value", "_offset").collect()
+    rows = message_view.readable(raw(spark, values), texts).select("value", "_offset").collect()
     assert [(row.value, row._offset) for row in rows] == [('{"id"', 0), ("Käse", 1), ("", 4)]
-    assert messages.troubled(raw(spark, values), texts, Lineage(), frozenset()).count() == 2
+    assert message_view.troubled(raw(spark, values), texts, Lineage(), frozenset()).count() == 2
     assert [row.value for row in result(spark, texts, raw(spark, values[:2])).collect()] == ['{"id"']
     lenient = source_of(**section, bad_records={"lenient": ["encoding"]})
-    assert messages.readable(raw(spark, values[2:3]), lenient).collect()[0].value == "\ufffd\x00"
-    data = messages.readable(raw(spark, values), source_of(columns=None, value="bytes")).collect()
+    assert message_view.readable(raw(spark, values[2:3]), lenient).collect()[0].value == "\ufffd\x00"
+    data = message_view.readable(raw(spark, values), source_of(columns=None, value="bytes")).collect()
     assert [bytes(row.value) for row in data] == [value for value in values if value is not None]
 
 
@@ -249,5 +249,5 @@ def test_what_a_message_leaves_out_is_known_in_every_form_and_never_computed_wit
         bury = {"bad_records": {"dead_letter": "x"}}
         assert {each["id"] for each in rows(sql, **bury)} == {2, 3}
         section = source_of(WITH_AWAY, format="debezium", sql=sql, **bury)
-        assert messages.troubled(raw(spark, events), section, lineage_in(spark, section), frozenset()).count() == 2
+        assert message_view.troubled(raw(spark, events), section, lineage_in(spark, section), frozenset()).count() == 2
     assert len(rows("SELECT id, n, _op FROM messages")) == 4

@@ -15,13 +15,13 @@ from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.errors import UnknownTable
+from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.topics.position import Position
-from airflow_cdc_provider.engine.topics.query import Shape
-from airflow_cdc_provider.engine.topics.verify import _Remaining, _way_of
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.query import Shape
+from airflow_cdc_provider.engine.sources.kafka.verify import _Remaining, _way_of
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS
 from tests.kafka_sink import consumed

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import slot
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import Blocked
-from airflow_cdc_provider.engine.source import SlotStreamReader
-from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine.core.errors import Blocked
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.provision import slot
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from tests.conftest import SESSION_SETTINGS, Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, apply_stream, execute, query_rows, transaction
 

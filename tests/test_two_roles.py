@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError, LoginRefused, MissingPrivilege
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.slot_session import reader_of
-from airflow_cdc_provider.engine.wal import WalReader
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, LoginRefused, MissingPrivilege
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest, execute
 from tests.sparkless import DONE, SparklessRun

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.drift import catalog_state
-from airflow_cdc_provider.engine.errors import SchemaChanged, StreamFailed, ValueRefused
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.snapshot import readopt
+from airflow_cdc_provider.engine.core.errors import SchemaChanged, StreamFailed, ValueRefused
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import catalog_state
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, copy_chunk_of
 

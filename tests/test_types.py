@@ -14,8 +14,8 @@ import pytest
 from psycopg2 import sql
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.connection import connected, rows
-from airflow_cdc_provider.engine.errors import ValueRefused
+from airflow_cdc_provider.engine.core.errors import ValueRefused
+from airflow_cdc_provider.engine.postgres.connection import connected, rows
 from tests.changelogs import assert_same_values
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.pipelines import PipelineUnderTest

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import CannotFollow
+from airflow_cdc_provider.engine.core.errors import CannotFollow
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest
 

@@ -15,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.demo.client import AirflowClient
 from airflow_cdc_provider.demo.stage import DAG
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 SECONDS = 300.0
 MARK = "CDC_TEST_UP"

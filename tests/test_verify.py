@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import verify
-from airflow_cdc_provider.engine.capture import resolve
-from airflow_cdc_provider.engine.config import TableRule
-from airflow_cdc_provider.engine.connection import Connection, connect, connected, rows, scalar
-from airflow_cdc_provider.engine.errors import MissingPrivilege, StreamFailed, UnknownTable
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.sides import Sides
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides
-from airflow_cdc_provider.engine.verify import TableResult
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.comparison import compare as comparison
+from airflow_cdc_provider.engine.comparison.compare import TableResult
+from airflow_cdc_provider.engine.comparison.side import Sides
+from airflow_cdc_provider.engine.core.errors import MissingPrivilege, StreamFailed, UnknownTable
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
+from airflow_cdc_provider.engine.postgres.connection import Connection, connect, connected, rows, scalar
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.postgres.compared import changelog_sides, mirror_sides
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from tests.conftest import Databases, ServerMaker, drop_database
 
 TYPES_DDL = """
@@ -56,12 +56,12 @@ def compare(
     source: Connection,
     sink: Connection,
     targets: Sequence[Target],
-    live: verify.Live | None,
-    report: verify.Report = lambda table, done, total: None,
+    live: comparison.Live | None,
+    report: comparison.Report = lambda table, done, total: None,
     sides: Callable[[Connection, Connection, Target], Sides] = mirror_sides,
 ) -> list[TableResult]:
     """Compare with targets that are seen through a connection of the test's own."""
-    return verify.compare(
+    return comparison.compare(
         source, targets, lambda source, target: nullcontext(sides(source, sink, target)), live, report
     )
 
@@ -82,7 +82,7 @@ class Session:
         (table,) = resolve(self.source, (TableRule(pattern, where=where),))
         return Target(table, table.schema, target or table.name)
 
-    def compare(self, pair: Target | None = None, live: verify.Live | None = None) -> TableResult:
+    def compare(self, pair: Target | None = None, live: comparison.Live | None = None) -> TableResult:
         (result,) = compare(self.source, self.target, [pair or self.pair()], live)
         return result
 
@@ -183,7 +183,7 @@ def test_many_rows_and_a_capped_list(session: Session) -> None:
     result = session.compare()
     assert (result.source_rows, result.target_rows) == (100_000, 96_500)
     assert result.difference_count == 4000 + 2000 + 500 + 1
-    assert len(result.differences) == len(found(result)) == verify.NAMED
+    assert len(result.differences) == len(found(result)) == comparison.NAMED
     assert {difference.kind for difference in result.differences} == {"missing", "extra", "different"}
     assert not result.equal
 
@@ -312,7 +312,7 @@ def test_a_side_that_begins_late_is_broken_off_too() -> None:
 
     sides: Any = SimpleNamespace(source=SimpleNamespace(cancel=lambda: None), target=SimpleNamespace(cancel=cancel))
     with pytest.raises(ValueError, match="the source fails"):
-        verify._both(sides, ask)
+        comparison._both(sides, ask)
 
 
 # A running stream
@@ -379,7 +379,7 @@ def test_a_change_there_and_back_is_no_rest(two_rows: Session) -> None:
 
     live = Scripted(flip)
     assert two_rows.compare(live=live) == TableResult("public.t", 2, 2, True, (), 1)
-    assert len(live.asked) == 1 + verify.ROUNDS
+    assert len(live.asked) == 1 + comparison.ROUNDS
 
 
 def test_a_stalled_stream_fails(two_rows: Session) -> None:
@@ -507,7 +507,7 @@ class Log:
             (*row, op, format_lsn(self.lsn), seq, None if before is None else json.dumps(before), unchanged),
         )
 
-    def compare(self, live: verify.Live | None = None) -> TableResult:
+    def compare(self, live: comparison.Live | None = None) -> TableResult:
         (result,) = compare(
             self.session.source, self.session.target, [self.session.pair()], live, sides=changelog_sides
         )

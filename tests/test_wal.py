@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import wal
-from airflow_cdc_provider.engine.buffer import MESSAGE_PREFIX, Buffer, Position
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import ConnectionFailed, LimitExceeded, ProtocolError, StreamFailed
-from airflow_cdc_provider.engine.liveness import find_trouble
-from airflow_cdc_provider.engine.pgoutput import decode
-from airflow_cdc_provider.engine.slot import emit_marker, read_slot
-from airflow_cdc_provider.engine.waiting import await_condition
-from airflow_cdc_provider.engine.wal import gulp, open_replication
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed, LimitExceeded, ProtocolError, StreamFailed
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import MESSAGE_PREFIX, Buffer, Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp, open_replication
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import SECONDS, execute, reader_naps, slot_reader, transaction
 
@@ -403,7 +403,7 @@ def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
 
     The address 127.0.0.2 is reached from 127.0.0.1, as one machine is from another.
     """
-    monkeypatch.setattr(wal, "_NEAR_ROOM_BYTES", 32 << 10)  # as no system has by itself
+    monkeypatch.setattr(wal_reader, "_NEAR_ROOM_BYTES", 32 << 10)  # as no system has by itself
     with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
         os.chmod(sockets, 0o777)  # the server is another user
         addresses = {"listen_addresses": "127.0.0.1, 127.0.0.2", "unix_socket_directories": sockets}
@@ -417,7 +417,7 @@ def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
                 room = ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
     assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 5000
     assert (room == 64 << 10) == near, "the system doubles it, for what it needs itself"
-    assert (reader._nap == wal._NEAR_NAP_SECONDS) == near
+    assert (reader._nap == wal_reader._NEAR_NAP_SECONDS) == near
 
 
 def test_nobody_sleeps_while_there_is_more(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +474,7 @@ def test_a_walsender_that_is_at_work_may_be_silent(databases: Databases, monkeyp
         answers.append(find_trouble(*arguments))
         return answers[-1]
 
-    monkeypatch.setattr(wal, "find_trouble", asked)
+    monkeypatch.setattr(wal_reader, "find_trouble", asked)
     execute(databases.source, f"ALTER DATABASE {databases.source.rpartition('/')[2]} SET wal_sender_timeout = '1s'")
     with slot_reader(databases.source) as (reader, start), connected(databases.source, writes=True) as source:
         with transaction(databases.source, "LOCK TABLE pg_publication_rel IN ACCESS EXCLUSIVE MODE"):
@@ -486,7 +486,7 @@ def test_a_walsender_that_is_at_work_may_be_silent(databases: Databases, monkeyp
 
 
 def test_each_host_of_a_dsn_is_given_its_time(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wal, "CONNECT_TIMEOUT", 1)
+    monkeypatch.setattr(wal_reader, "CONNECT_TIMEOUT", 1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         silent = f"127.0.0.1:{mute.getsockname()[1]}"
         user, _, address = databases.source.partition("@")

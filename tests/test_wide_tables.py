@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import LimitExceeded
-from airflow_cdc_provider.engine.preflight import preflight
-from airflow_cdc_provider.engine.sinks.postgres.packed import pack
+from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.core.errors import LimitExceeded
+from airflow_cdc_provider.engine.sinks.postgres.packed_rows import pack
 from tests.changelogs import assert_same_values
 from tests.conftest import Databases
 from tests.pipelines import PipelineUnderTest

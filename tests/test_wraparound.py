@@ -14,7 +14,8 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import commands, provisioning
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from tests.conftest import Databases, ServerMaker
 from tests.pipelines import PipelineUnderTest, execute, transaction
 from tests.repairs.scene import TABLE

@@ -14,7 +14,7 @@ from confluent_kafka import Producer
 from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.topics.settings import PACKAGE
+from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
 from tests.conftest import Databases
 from tests.kafka_server import SECONDS, create_topic
 from tests.pipelines import SPARK_CONF, PipelineUnderTest

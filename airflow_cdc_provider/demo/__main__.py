@@ -2,7 +2,7 @@
 
 Each starts its servers and a real Airflow, writes to the source, runs the Dag
 ``cdc_pipeline`` by Airflow's REST API, and compares source and target in the end:
-:mod:`.tables` copies a Postgres shop to any kind of store, :mod:`.topics` makes
+:mod:`.staging_tables` copies a Postgres shop to any kind of store, :mod:`.kafka` makes
 windows of events in Kafka. Everything that is started ends with the demo.
 """
 
@@ -22,7 +22,7 @@ from airflow_cdc_provider.demo.run import DagRun
 from airflow_cdc_provider.demo.show import Screen
 from airflow_cdc_provider.demo.stage import work_directory
 from airflow_cdc_provider.demo.warehouse import WAREHOUSES
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 
 Begin: TypeAlias = Callable[[ExitStack, Path, Screen], DagRun[Any]]
 

@@ -23,7 +23,7 @@ import psutil
 
 from airflow_cdc_provider.demo.client import AirflowClient, AirflowFailed
 from airflow_cdc_provider.demo.servers import end_guard, find_free_port, start_guard
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 COMPONENTS = ("scheduler", "dag-processor", "api-server", "triggerer")
 MARK = "CDC_AIRFLOW_STACK"

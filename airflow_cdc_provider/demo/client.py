@@ -7,8 +7,8 @@ from typing import Any, TypedDict
 
 import httpx
 
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 FINAL_STATES = ("success", "failed")
 HEALTHY_PARTS = ("metadatabase", "scheduler", "dag_processor", "triggerer")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 
 SECONDS = 60.0
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "airflow-cdc"
 """What Spark's resolver takes for the home, if :data:`JAVA_OPTIONS` are among ``SPARK_SUBMIT_OPTS``."""

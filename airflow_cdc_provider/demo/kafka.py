@@ -36,7 +36,7 @@ from airflow_cdc_provider.demo.servers import (
     find_free_port,
     start_guard,
 )
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 # 4.3.1 may leave a transaction open for ever that it has committed when it is killed right then (KAFKA-20734).
 VERSION = "4.0.2"

@@ -33,7 +33,7 @@ from airflow_cdc_provider.demo.servers import (
     find_free_port,
     start_guard,
 )
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 _SOCKET_LENGTH = 100
 

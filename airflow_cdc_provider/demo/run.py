@@ -13,10 +13,10 @@ from airflow_cdc_provider.demo.client import FINAL_STATES, TaskState
 from airflow_cdc_provider.demo.show import Moment, Screen
 from airflow_cdc_provider.demo.stage import DAG, DemoFailed, Stage
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.state import State, read_heartbeats
-from airflow_cdc_provider.engine.submission import read_all
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+from airflow_cdc_provider.engine.state.submission import read_all
 
 GROUPS = 2
 

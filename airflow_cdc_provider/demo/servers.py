@@ -29,8 +29,8 @@ from typing import Any, Literal, Self
 import psutil
 import psycopg
 
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 StopMode = Literal["smart", "fast", "immediate"]
 

@@ -28,7 +28,7 @@ from typing import Any, Self
 import psycopg
 from psycopg import errors
 
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 
 TABLES = ("customers", "orders", "order_lines", "events")
 TABLE_NAMES = tuple(f"shop.{table}" for table in TABLES)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from airflow_cdc_provider.demo.client import TaskState
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.table import text_table
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.text_output import text_table
 
 QUIET_SECONDS = 10.0
 

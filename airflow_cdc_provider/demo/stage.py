@@ -13,8 +13,8 @@ from pathlib import Path
 
 from airflow_cdc_provider.demo.airflow import AirflowStack
 from airflow_cdc_provider.demo.show import Screen
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 DAGS = Path(__file__).parents[2] / "dags"
 DAG = "cdc_pipeline"

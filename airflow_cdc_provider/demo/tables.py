@@ -23,10 +23,10 @@ from airflow_cdc_provider.demo.run import DagRun, verification_problems
 from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
 from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
 from airflow_cdc_provider.demo.warehouse import POSTGRES, TITLES, WAREHOUSES, Warehouse, start_server
-from airflow_cdc_provider.engine import slot
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.table import human_bytes
+from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.text_output import human_bytes
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.provision import slot
 
 TRANSACTIONS_PER_SECOND = 300.0
 

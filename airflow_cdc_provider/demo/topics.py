@@ -23,7 +23,7 @@ from airflow_cdc_provider.demo.run import DagRun, verification_problems
 from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
 from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
 from airflow_cdc_provider.demo.warehouse import start_broker
-from airflow_cdc_provider.engine.topics.settings import PACKAGE
+from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
 
 MESSAGES_PER_SECOND = 2000
 PARTITIONS = 4

@@ -17,7 +17,7 @@ from airflow_cdc_provider.demo import shop
 from airflow_cdc_provider.demo.show import Screen
 from airflow_cdc_provider.demo.stage import DAG, work_directory
 from airflow_cdc_provider.demo.tables import ShopStage, set_stage
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 
 SCALE = 0.1
 TRANSACTIONS_PER_SECOND = 20.0

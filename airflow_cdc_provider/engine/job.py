@@ -2,7 +2,7 @@
 
 import sys
 
-from airflow_cdc_provider.engine.cli import main
+from airflow_cdc_provider.engine.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

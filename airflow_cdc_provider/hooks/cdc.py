@@ -18,8 +18,8 @@ from pathlib import Path
 
 import yaml
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, Fenced, Retry, SecondWriter, hide_values
+from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, Retry, SecondWriter, hide_values
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.hooks.postgres_cdc import POSTGRES_TYPES, find_connection, postgres_uri, require_type
 from airflow_cdc_provider.remedy import in_airflow
 from airflow_cdc_provider.retry import CdcTaskFailed, CdcTaskRefused
@@ -71,7 +71,7 @@ def load_pipeline(path: str | os.PathLike[str]) -> LoadedPipeline:
 def failure(message: str, solution: str, retry: str, kind: str = "CdcError") -> CdcTaskFailed | CdcTaskRefused:
     """The exception that makes Airflow retry a task or not, as an error of the engine asks.
 
-    :param retry: a value of :class:`~airflow_cdc_provider.engine.errors.Retry`.
+    :param retry: a value of :class:`~airflow_cdc_provider.engine.core.errors.Retry`.
     :param kind: the name of the engine's error.
     """
     directive = Retry(retry)
@@ -101,9 +101,9 @@ def _leave(path: str, part: str, error: CdcError, ends_run: bool) -> None:
     if isinstance(error, SecondWriter | Fenced) or error.noted:
         return
     try:
-        from airflow_cdc_provider.engine.location import refuse_others
-        from airflow_cdc_provider.engine.run import last_error, note_error, record_error
-        from airflow_cdc_provider.engine.state import State, read_heartbeats
+        from airflow_cdc_provider.engine.runs.run import last_error, note_error, record_error
+        from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+        from airflow_cdc_provider.engine.state.location import refuse_others
 
         outline = Pipeline.outline(path)  # the connections may be what is wrong
         if not _VARIABLE.search(outline.state):

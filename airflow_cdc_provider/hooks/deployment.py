@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from airflow_cdc_provider.engine.errors import SparkUnusable
+from airflow_cdc_provider.engine.core.errors import SparkUnusable
 
 LAUNCHER = "org.apache.spark.deploy.SparkSubmit"
 """Main class of the driver on a standalone cluster, which takes no Python application: it submits one, there."""

@@ -28,11 +28,11 @@ from typing import IO
 
 import psutil
 
-from airflow_cdc_provider.engine import submission
-from airflow_cdc_provider.engine.announcement import announcement_of
-from airflow_cdc_provider.engine.errors import ExitCode, Retry, StateUnwritable, values_hidden
-from airflow_cdc_provider.engine.private import make_folder, open_file
-from airflow_cdc_provider.engine.state import STALE_SECONDS, Owner, State, read_heartbeat
+from airflow_cdc_provider.engine.core.errors import ExitCode, Retry, StateUnwritable, values_hidden
+from airflow_cdc_provider.engine.state import submission
+from airflow_cdc_provider.engine.state.announcement import announcement_of
+from airflow_cdc_provider.engine.state.files import STALE_SECONDS, Owner, State, read_heartbeat
+from airflow_cdc_provider.engine.state.private_files import make_folder, open_file
 from airflow_cdc_provider.hooks.process_group import ProcessGroup
 
 # A user's mark-failed has stopped everything ten seconds later; Airflow takes some of them to tell.

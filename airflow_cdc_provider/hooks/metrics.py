@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk.configuration import conf
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.slot import Slots
+    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
 
 _PIPELINE_GAUGES = {
     "lag_bytes": "lag_bytes",
@@ -41,7 +41,7 @@ class SlotMetrics:
     """
 
     def __init__(self, dsn: str) -> None:
-        from airflow_cdc_provider.engine.connection import describe
+        from airflow_cdc_provider.engine.postgres.connection import describe
 
         # StatsD ends a name at a colon.
         self._server = _stats().normalize_name_for_stats(describe(dsn).partition("/")[0], log_warning=False)

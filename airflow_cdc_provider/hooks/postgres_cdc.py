@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
 
-from airflow_cdc_provider.engine.config import Source
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError
-from airflow_cdc_provider.engine.section import connection_uri
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.core.section import connection_uri
+from airflow_cdc_provider.engine.pipeline.pipeline import Source
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
 
-    from airflow_cdc_provider.engine.findings import Finding
+    from airflow_cdc_provider.engine.core.findings import Finding
 
 POSTGRES_TYPES = ("postgres_cdc", "postgres")
 
@@ -48,7 +48,7 @@ class PostgresCdcHook(BaseHook):
 
     def get_conn(self) -> Any:
         """An autocommitting connection with the session settings of the engine."""
-        from airflow_cdc_provider.engine.connection import connect
+        from airflow_cdc_provider.engine.postgres.connection import connect
 
         return connect(self.get_uri(), settings={"lock_timeout": "0"}, writes=True)
 
@@ -72,8 +72,8 @@ class PostgresCdcHook(BaseHook):
 
 
 def _check(connection: Connection) -> list[Finding]:
-    from airflow_cdc_provider.engine.readiness import check_server
     from airflow_cdc_provider.engine.sinks.postgres import checks as target
+    from airflow_cdc_provider.engine.sources.postgres.provision.readiness import check_server
 
     extra = connection.extra_dejson
     if extra.get("use") == "target":

@@ -17,7 +17,7 @@ from typing import Self
 
 import psutil
 
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 
 # The guard ignores the signals that end the others, and goes last with the KILL to its own group.
 _GUARD = 'trap \'\' TERM INT HUP; read -r line; kill -TERM 0; sleep 3; [ -z "$1" ] || rm -rf -- "$1"; kill -KILL 0'

@@ -27,11 +27,11 @@ from airflow.providers.apache.spark.hooks.spark_submit import (
 from airflow.sdk import conf as airflow_conf
 
 import airflow_cdc_provider
-from airflow_cdc_provider.engine.errors import SparkUnusable
-from airflow_cdc_provider.engine.interpreter import python_for_spark
-from airflow_cdc_provider.engine.local_spark import local_address
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.submission import STATE_VARIABLE, VARIABLE, Submission, write
+from airflow_cdc_provider.engine.core.errors import SparkUnusable
+from airflow_cdc_provider.engine.spark.local_spark import local_address
+from airflow_cdc_provider.engine.spark.python_interpreter import python_for_spark
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.submission import STATE_VARIABLE, VARIABLE, Submission, write
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline
 from airflow_cdc_provider.hooks.deployment import LAUNCHER, Deployment
 from airflow_cdc_provider.hooks.keeper import Assignment, start_keeper

@@ -8,8 +8,8 @@ from urllib.parse import urlencode
 from airflow.sdk import BaseOperatorLink
 from airflow.sdk.configuration import conf
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator

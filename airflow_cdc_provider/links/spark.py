@@ -7,8 +7,8 @@ from urllib.parse import quote, urlencode
 
 from airflow.sdk import BaseOperatorLink
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.links.page import base_url
 
 if TYPE_CHECKING:

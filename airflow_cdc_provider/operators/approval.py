@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.standard.operators.hitl import ApprovalOperator
 
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.table import human_bytes
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.hooks.cdc import airflow_failures, load_pipeline
 
 if TYPE_CHECKING:

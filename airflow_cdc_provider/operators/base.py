@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseOperator, BaseOperatorLink
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.lineage import Flow, facets, read_flows
 from airflow_cdc_provider.links.page import CdcPageLink
 from airflow_cdc_provider.retry import CDC_RETRY_POLICY

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_cdc_provider.engine.table import human_bytes
+from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
 
@@ -30,10 +30,10 @@ class CdcPreflightOperator(CdcOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Run the checks and list them in the log; returns the findings, or fails with all that stands in the way."""
-        from airflow_cdc_provider.engine.attention import noting_errors
         from airflow_cdc_provider.engine.commands import findings_dict
-        from airflow_cdc_provider.engine.findings import combined
-        from airflow_cdc_provider.engine.preflight import preflight_whole
+        from airflow_cdc_provider.engine.commands.attention import noting_errors
+        from airflow_cdc_provider.engine.commands.preflight import preflight_whole
+        from airflow_cdc_provider.engine.core.findings import combined
 
         with airflow_failures(self.pipeline, "preflight"):
             pipeline = load_pipeline(self.pipeline).pipeline
@@ -134,7 +134,7 @@ class CdcMaintainOperator(CdcOperator):
     def execute(self, context: Context) -> dict[str, Any]:
         """Maintain the sinks; returns what was done in each."""
         from airflow_cdc_provider.engine import commands
-        from airflow_cdc_provider.engine.section import as_seconds
+        from airflow_cdc_provider.engine.core.section import as_seconds
 
         try:
             retention = None if self.retention is None else as_seconds(self.retention)

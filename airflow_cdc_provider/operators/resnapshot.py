@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from airflow_cdc_provider.engine.errors import ConfigError, Fenced, Retry, SecondWriter
+from airflow_cdc_provider.engine.core.errors import ConfigError, Fenced, Retry, SecondWriter
 from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
 from airflow_cdc_provider.triggers.request import RequestTrigger
@@ -16,8 +16,8 @@ from airflow_cdc_provider.triggers.request import RequestTrigger
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.engine.catalog import Table
-    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 ROWS = ("all", "time", "key", "where")
 
@@ -103,10 +103,11 @@ class CdcResnapshotOperator(CdcOperator):
             self._withdraw()
 
     def _proceed(self, context: Context, deadline: float | None) -> dict[str, Any]:
-        from airflow_cdc_provider.engine import commands, requests
-        from airflow_cdc_provider.engine.requests import Standing
-        from airflow_cdc_provider.engine.run import existing_record
-        from airflow_cdc_provider.engine.state import State
+        from airflow_cdc_provider.engine import commands
+        from airflow_cdc_provider.engine.runs.run import existing_record
+        from airflow_cdc_provider.engine.state import requests
+        from airflow_cdc_provider.engine.state.files import State
+        from airflow_cdc_provider.engine.state.requests import Standing
 
         with airflow_failures(self.pipeline, "resnapshot", ends_run=self.everything):
             pipeline = load_pipeline(self.pipeline).pipeline
@@ -160,7 +161,7 @@ class CdcResnapshotOperator(CdcOperator):
 
         It is stored before the request is left, so that a worker's death in between leaves none that nobody knows.
         """
-        from airflow_cdc_provider.engine.requests import new_name
+        from airflow_cdc_provider.engine.state.requests import new_name
 
         store = context.get("task_state_store")
         if store is None:
@@ -188,7 +189,7 @@ class CdcResnapshotOperator(CdcOperator):
 
         :raises ConfigError: in the terms of the parameters when they do not go together.
         """
-        from airflow_cdc_provider.engine import span
+        from airflow_cdc_provider.engine.sources.postgres.reading import row_ranges
 
         if self.rows not in ROWS:
             raise ConfigError(f"rows is {self.rows!r}", f"Give one of: {', '.join(ROWS)}.")
@@ -199,8 +200,10 @@ class CdcResnapshotOperator(CdcOperator):
         if self.rows == "time":
             column = str(self.time_column)
             start, end = self._interval(context)
-            condition = span.time_condition(tables, column, span.parse_time(start), span.parse_time(end))
-            for label in span.nullable(tables, column):
+            condition = row_ranges.time_condition(
+                tables, column, row_ranges.parse_time(start), row_ranges.parse_time(end)
+            )
+            for label in row_ranges.nullable(tables, column):
                 self.log.warning(
                     "Rows of %s without a value in %s are in no interval; read them with rows 'where' and the condition"
                     " %s IS NULL, or read the whole table.",
@@ -210,7 +213,7 @@ class CdcResnapshotOperator(CdcOperator):
                 )
             return condition
         if self.rows == "key":
-            return span.key_condition(tables, self.start or None, self.end or None)
+            return row_ranges.key_condition(tables, self.start or None, self.end or None)
         return self.where if self.rows == "where" else None
 
     def _interval(self, context: Context) -> tuple[str, str]:

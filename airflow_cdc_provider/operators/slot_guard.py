@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import Asset, BaseOperator
 from airflow.sdk.exceptions import AirflowFailException
 
-from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.hooks.cdc import airflow_failures, failure
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.engine.slot import Slots
+    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
 
 MEMORY = Asset("cdc_slot_guard")
 """Whose state keeps since when slots have been idle, as Postgres before 17 does not say."""
@@ -75,10 +75,10 @@ class CdcSlotGuardOperator(BaseOperator):
         """Look once; returns the findings, and the names of the slots that were dropped."""
         import psycopg2
 
-        from airflow_cdc_provider.engine.connection import connected
-        from airflow_cdc_provider.engine.drivers import driver_failure
-        from airflow_cdc_provider.engine.guard import Limits, break_circuit, inspect, read_holders
-        from airflow_cdc_provider.engine.slot import read_slots
+        from airflow_cdc_provider.engine.postgres.connection import connected
+        from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
+        from airflow_cdc_provider.engine.postgres.slot_health import Limits, break_circuit, inspect, read_holders
+        from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slots
 
         with airflow_failures():
             limits = Limits(
@@ -137,7 +137,7 @@ class CdcSlotGuardOperator(BaseOperator):
 
 
 def _bytes(name: str, value: object) -> int:
-    from airflow_cdc_provider.engine.section import parse_bytes
+    from airflow_cdc_provider.engine.core.section import parse_bytes
 
     try:
         return parse_bytes(value)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.groups import part_of, plan_groups
+from airflow_cdc_provider.engine.core.chunk_ranges import part_of, plan_groups
 from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
 from airflow_cdc_provider.operators.spark import CdcSparkOperator
@@ -14,7 +14,7 @@ from airflow_cdc_provider.operators.spark import CdcSparkOperator
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.engine.config import Pipeline
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 
 class CdcPlanOperator(CdcOperator):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import NEVER_EXPIRE  # type: ignore[attr-defined]
 from airflow.sdk.exceptions import AirflowException, AirflowTaskTimeout
 
-from airflow_cdc_provider.engine.errors import Retry
+from airflow_cdc_provider.engine.core.errors import Retry
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline, airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.links.spark import SparkUiLink
 from airflow_cdc_provider.operators.base import CdcOperator
@@ -30,9 +30,9 @@ from airflow_cdc_provider.operators.base import CdcOperator
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.engine.config import Pipeline
-    from airflow_cdc_provider.engine.state import State
-    from airflow_cdc_provider.engine.submission import Status, Submission
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.state.files import State
+    from airflow_cdc_provider.engine.state.submission import Status, Submission
 
 _KEY = "spark_job"
 _LOG_LINES = 40
@@ -75,7 +75,7 @@ def next_step(handle: Handle | None, fingerprint: str, max_tries: int, status: S
     :param handle: what an earlier try has left.
     :param status: of the job that it names; ``None`` when the state does not know it.
     """
-    from airflow_cdc_provider.engine.submission import Status
+    from airflow_cdc_provider.engine.state.submission import Status
 
     if handle is None or (handle.fingerprint, handle.max_tries) != (fingerprint, max_tries):
         return Step.SUBMIT
@@ -142,8 +142,8 @@ class CdcSparkOperator(CdcOperator):
 
     def _work(self, context: Context) -> dict[str, Any] | None:
         """See :meth:`execute`; without a result the job has to be begun again."""
-        from airflow_cdc_provider.engine.state import State
-        from airflow_cdc_provider.engine.submission import askers, read
+        from airflow_cdc_provider.engine.state.files import State
+        from airflow_cdc_provider.engine.state.submission import askers, read
 
         with airflow_failures(self.pipeline, self.command):
             loaded = load_pipeline(self.pipeline)
@@ -190,7 +190,7 @@ class CdcSparkOperator(CdcOperator):
 
     def _concluded(self, context: Context, event: dict[str, Any]) -> dict[str, Any] | None:
         """What the command returned; ``None`` when the job has to be begun again in this try."""
-        from airflow_cdc_provider.engine.submission import Status
+        from airflow_cdc_provider.engine.state.submission import Status
         from airflow_cdc_provider.triggers.job import TIMEOUT
 
         self._log_output(event)
@@ -247,14 +247,14 @@ class CdcSparkOperator(CdcOperator):
 
     def on_kill(self) -> None:
         """Ask the job to end; who keeps it sees to that, when this process is gone."""
-        from airflow_cdc_provider.engine.submission import Asker, ask_to_stop
+        from airflow_cdc_provider.engine.state.submission import Asker, ask_to_stop
 
         self._killed = True
         if self._job is not None:
             ask_to_stop(*self._job, Asker.AIRFLOW)
 
     def _wait(self, context: Context, state: State, submission: str) -> dict[str, Any] | None:
-        from airflow_cdc_provider.engine.submission import Asker, ask_to_stop
+        from airflow_cdc_provider.engine.state.submission import Asker, ask_to_stop
         from airflow_cdc_provider.triggers.job import POLL_SECONDS, SparkJobTrigger, Watch
 
         if self._killed:  # perhaps before it was known which job is meant
@@ -275,7 +275,7 @@ class CdcSparkOperator(CdcOperator):
 
     def _make_sure_of_end(self, state: State, job: Submission) -> None:
         """End the job of a task that has been killed or cleared, or that has other work now."""
-        from airflow_cdc_provider.engine.submission import give_up, stop
+        from airflow_cdc_provider.engine.state.submission import give_up, stop
 
         if job.lives:
             self.log.info("The Spark job %s of before is asked to end.", job.id)
@@ -283,7 +283,7 @@ class CdcSparkOperator(CdcOperator):
                 give_up(state, job, "it does not end")
 
     def _new_submission(self, loaded: LoadedPipeline, first: bool) -> Submission:
-        from airflow_cdc_provider.engine.submission import Submission
+        from airflow_cdc_provider.engine.state.submission import Submission
 
         epoch = ["--epoch", str(self.epoch)] if self.epoch is not None and (first or self.resumes_epoch) else []
         common = [self.command, "--pipeline", str(loaded.path), *epoch, "--json"]
@@ -296,8 +296,8 @@ class CdcSparkOperator(CdcOperator):
         return SparkJobHook(self.spark_conn_id, loaded=loaded, name=name, conf=self.conf or {})
 
     def _submit(self, hook: Any, state: State, job: Submission) -> None:
-        from airflow_cdc_provider.engine.errors import CdcError
-        from airflow_cdc_provider.engine.submission import end
+        from airflow_cdc_provider.engine.core.errors import CdcError
+        from airflow_cdc_provider.engine.state.submission import end
 
         if self._killed:
             raise AirflowException("The task was asked to end before its Spark job began.")

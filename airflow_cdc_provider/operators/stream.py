@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.assets import CHANGED_TABLES, announce_changes
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.ending import CAUGHT_UP, Ending
+from airflow_cdc_provider.engine.core.stream_end import CAUGHT_UP, Ending
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.operators.spark import CdcSparkOperator
 
 if TYPE_CHECKING:

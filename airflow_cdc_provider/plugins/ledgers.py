@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.state import Heartbeat, State
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.state.files import Heartbeat, State
 
 CELLS = 240
 """Cells of a table's grid; tables of more chunks have several in a cell."""

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from airflow_cdc_provider.engine.attention import NEEDED, STARTING
-from airflow_cdc_provider.engine.budget import Budget
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import GateClosed, StateDamaged
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.run import STREAM
-from airflow_cdc_provider.engine.slot import SlotState
-from airflow_cdc_provider.engine.state import Heartbeat
+from airflow_cdc_provider.engine.commands.attention import NEEDED, STARTING
+from airflow_cdc_provider.engine.core.errors import GateClosed, StateDamaged
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.slot_budget import Budget
+from airflow_cdc_provider.engine.runs.run import STREAM
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState
+from airflow_cdc_provider.engine.state.files import Heartbeat
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 from airflow_cdc_provider.plugins.reports import Report
 from airflow_cdc_provider.plugins.slot_polls import Poll

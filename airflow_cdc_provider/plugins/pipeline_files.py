@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import CdcError, ConfigError
-from airflow_cdc_provider.engine.section import VARIABLE
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.core.section import VARIABLE
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 _SUFFIXES = (".yaml", ".yml")
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import connected, without_database
-from airflow_cdc_provider.engine.drivers import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.errors import CdcError, Retry
-from airflow_cdc_provider.engine.slot import Slots, SlotState, read_slots
+from airflow_cdc_provider.engine.core.errors import CdcError, Retry
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected, without_database
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots, SlotState, read_slots
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 
 POLL_SECONDS = 15.0

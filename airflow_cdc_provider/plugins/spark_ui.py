@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from urllib.parse import urlsplit
 
-from airflow_cdc_provider.engine.state import Heartbeat, State
-from airflow_cdc_provider.engine.submission import Submission, read
+from airflow_cdc_provider.engine.state.files import Heartbeat, State
+from airflow_cdc_provider.engine.state.submission import Submission, read
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -20,7 +20,7 @@ from airflow_cdc_provider.triggers.slots import ExpectationTrigger, notice
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.engine.expectation import Expectation, Judgement
+    from airflow_cdc_provider.engine.commands.wait_conditions import Expectation, Judgement
 
 _START_KEY = "slot_at_first_poke"
 
@@ -107,7 +107,7 @@ class CdcSensor(BaseSensorOperator):
 
     def poke(self, context: Context) -> bool:
         """Look once, from this process."""
-        from airflow_cdc_provider.engine.expectation import expect
+        from airflow_cdc_provider.engine.commands.wait_conditions import expect
 
         with airflow_failures():
             expectation = expect(self.kind, {name: getattr(self, name) for name in self._arguments})
@@ -116,7 +116,7 @@ class CdcSensor(BaseSensorOperator):
         return judgement.reached
 
     def _look(self, context: Context, expectation: Expectation) -> Judgement:
-        from airflow_cdc_provider.engine.expectation import Seen
+        from airflow_cdc_provider.engine.commands.wait_conditions import Seen
         from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, Target
 
         target = Target.resolve(self.pipeline, self.conn_id, self.slot)

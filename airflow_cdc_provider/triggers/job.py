@@ -10,10 +10,10 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_cdc_provider.engine.errors import CdcError, StateUnwritable
-from airflow_cdc_provider.engine.lookout import PATIENCE_SECONDS, Lookout
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.submission import (
+from airflow_cdc_provider.engine.core.errors import CdcError, StateUnwritable
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS, Lookout
+from airflow_cdc_provider.engine.state.submission import (
     STOP_SECONDS,
     Asker,
     Status,
@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.submission import (
     askers,
 )
 from airflow_cdc_provider.hooks.metrics import report_pipeline
-from airflow_cdc_provider.operators.progress import progress_line
+from airflow_cdc_provider.hooks.progress import progress_line
 
 POLL_SECONDS = 2.0
 PROGRESS_SECONDS = 30.0

@@ -10,10 +10,10 @@ from airflow_cdc_provider.hooks.metrics import SlotMetrics
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.config import Pipeline
-    from airflow_cdc_provider.engine.connection import Connection
-    from airflow_cdc_provider.engine.sinks.base import Record
-    from airflow_cdc_provider.engine.slot import Slots
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.postgres.connection import Connection
+    from airflow_cdc_provider.engine.sinks.contract import Record
+    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class SlotsReader:
         """
         import psycopg2
 
-        from airflow_cdc_provider.engine.connection import connect, describe
-        from airflow_cdc_provider.engine.drivers import driver_failure
-        from airflow_cdc_provider.engine.slot import read_slots
+        from airflow_cdc_provider.engine.postgres.connection import connect, describe
+        from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
+        from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slots
 
         try:
             if self._connection is None:
@@ -93,8 +93,8 @@ class RecordReader:
         """
         import psycopg2
 
-        from airflow_cdc_provider.engine.drivers import driver_failure
-        from airflow_cdc_provider.engine.run import commit_record_of
+        from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
+        from airflow_cdc_provider.engine.runs.run import commit_record_of
 
         try:
             return commit_record_of(self._pipeline).record()

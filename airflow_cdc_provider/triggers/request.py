@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from airflow_cdc_provider.engine.errors import StateUnwritable
-from airflow_cdc_provider.engine.lookout import PATIENCE_SECONDS
+from airflow_cdc_provider.engine.core.errors import StateUnwritable
+from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.requests import Standing
+    from airflow_cdc_provider.engine.state.requests import Standing
 
 LOOK_SECONDS = 2.0
 GRACE_SECONDS = 10.0
@@ -75,8 +75,8 @@ class RequestTrigger(BaseTrigger):
                 return
 
     def _look(self) -> tuple[Standing, str | None]:
-        from airflow_cdc_provider.engine.requests import standing, waiting
-        from airflow_cdc_provider.engine.state import State
+        from airflow_cdc_provider.engine.state.files import State
+        from airflow_cdc_provider.engine.state.requests import standing, waiting
 
         state = State(self.state)
         return standing(state, self.request), waiting(state, self.request)
@@ -86,15 +86,15 @@ class RequestTrigger(BaseTrigger):
         await asyncio.to_thread(self._withdraw)
 
     def _withdraw(self) -> None:
-        from airflow_cdc_provider.engine.requests import withdraw
-        from airflow_cdc_provider.engine.state import State
+        from airflow_cdc_provider.engine.state.files import State
+        from airflow_cdc_provider.engine.state.requests import withdraw
 
         withdraw(State(self.state), self.request)
 
 
 def _standings() -> type[Standing]:
     """In a thread: the first import of the engine takes longer than others who run in this process can wait."""
-    from airflow_cdc_provider.engine.requests import Standing
+    from airflow_cdc_provider.engine.state.requests import Standing
 
     return Standing
 

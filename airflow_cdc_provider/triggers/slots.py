@@ -17,10 +17,10 @@ from airflow_cdc_provider.triggers.poll import Poll, Watch
 from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, Target
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.config import Pipeline
-    from airflow_cdc_provider.engine.expectation import Expectation
-    from airflow_cdc_provider.engine.sinks.base import Record
-    from airflow_cdc_provider.engine.slot import Slots
+    from airflow_cdc_provider.engine.commands.wait_conditions import Expectation
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.sinks.contract import Record
+    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
 
 _LOG_SECONDS = 60.0
 _START_KEY = "slot_at_first_look"
@@ -40,7 +40,7 @@ class ExpectationTrigger(BaseTrigger):
     A server that cannot be asked is asked again. What cannot come true any more, and a time-out, send the task to a
     worker with the reason and the solution.
 
-    :param kind: of the expectation, see :func:`~airflow_cdc_provider.engine.expectation.expect`.
+    :param kind: of the expectation, see :func:`~airflow_cdc_provider.engine.commands.wait_conditions.expect`.
     :param interval: seconds between two looks.
     :param timeout: seconds that the task may take. Airflow's own deadline is :func:`notice` later.
     :param end_task: end the task here; a task whose assets must be updated ends on a worker.
@@ -86,7 +86,7 @@ class ExpectationTrigger(BaseTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Yield one event, when the expectation has come true, or cannot come true, or time is over."""
-        from airflow_cdc_provider.engine.errors import CdcError
+        from airflow_cdc_provider.engine.core.errors import CdcError
 
         remedy = ""
         try:
@@ -104,7 +104,7 @@ class ExpectationTrigger(BaseTrigger):
 
     def _expectation(self) -> Expectation:
         """In a thread, as the first import of the engine takes half a second."""
-        from airflow_cdc_provider.engine.expectation import expect
+        from airflow_cdc_provider.engine.commands.wait_conditions import expect
 
         return expect(self.kind, {name: getattr(self, name) for name in self._arguments})
 
@@ -118,7 +118,7 @@ class ExpectationTrigger(BaseTrigger):
 
     async def _come_true(self, expectation: Expectation) -> None:
         """Wait, also for servers, and for connections of Airflow that are being changed."""
-        from airflow_cdc_provider.engine.errors import CdcError, Retry
+        from airflow_cdc_provider.engine.core.errors import CdcError, Retry
 
         shared = True
         while True:
@@ -135,7 +135,7 @@ class ExpectationTrigger(BaseTrigger):
                 await asyncio.sleep(self.interval)
 
     async def _watch(self, expectation: Expectation, target: Target, shared: bool) -> None:
-        from airflow_cdc_provider.engine.expectation import Seen
+        from airflow_cdc_provider.engine.commands.wait_conditions import Seen
 
         async with AsyncExitStack() as stack:
             slots: Watch[Slots] | None = None
@@ -194,7 +194,7 @@ def slots_of(target: Target, interval: float, shared: bool) -> AbstractAsyncCont
     :param shared: with all triggers that look at this server. The first of them connects for all, to its database:
         after a failure, which may be that database's alone, only with those that look by the same one.
     """
-    from airflow_cdc_provider.engine.connection import without_database
+    from airflow_cdc_provider.engine.postgres.connection import without_database
 
     key = ("slots of a server", without_database(target.dsn)) if shared else ("slots", target.dsn)
     return Poll.watch(key, lambda: SlotsReader(target.dsn), interval)

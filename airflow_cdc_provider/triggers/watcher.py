@@ -78,7 +78,7 @@ class SlotProgressTrigger(BaseEventTrigger):
 
     async def _looks(self) -> AsyncGenerator[dict[str, Any], None]:
         """What is seen of the slot, look by look, over outages of its server."""
-        from airflow_cdc_provider.engine.errors import CdcError
+        from airflow_cdc_provider.engine.core.errors import CdcError
 
         shared = True
         while True:

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Timer
 
 from airflow_cdc_provider.demo.jars import HOME, fetch
-from airflow_cdc_provider.engine.errors import CdcError
+from airflow_cdc_provider.engine.core.errors import CdcError
 from benchmarks.lab import Lab
 from benchmarks.report import WrongResult
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import time
 
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.slot import read_slot
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slot
 from benchmarks.backlog import PUBLICATION, Backlog
 from benchmarks.report import check
 

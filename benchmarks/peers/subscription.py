@@ -11,7 +11,7 @@ from functools import partial
 
 import psycopg
 
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from benchmarks.backlog import PUBLICATION, Backlog, walsender_start
 from benchmarks.lab import create_database, drop_database, execute, query
 from benchmarks.report import WrongResult

@@ -11,7 +11,7 @@ import psycopg
 
 from airflow_cdc_provider.demo.airflow import AirflowStack
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.airflow.client import Client
 from tests.airflow_support import HOME_VARIABLE, ROOT, connection_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from airflow_cdc_provider.engine.state import State, read_heartbeat
-from airflow_cdc_provider.engine.submission import Submission, read
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.state.files import State, read_heartbeat
+from airflow_cdc_provider.engine.state.submission import Submission, read
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases

@@ -18,9 +18,9 @@ import jwt
 import pytest
 import yaml
 
-from airflow_cdc_provider.engine.history import read_history
-from airflow_cdc_provider.engine.ledger import write_ledger
-from airflow_cdc_provider.engine.state import State
+from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.history import read_history
 from tests.airflow.browser import LOOKS, Browser
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest

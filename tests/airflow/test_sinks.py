@@ -11,7 +11,7 @@ import yaml
 from airflow.sdk import Connection
 
 from airflow_cdc_provider.demo.warehouse import WAREHOUSES
-from airflow_cdc_provider.engine.run import sink_of
+from airflow_cdc_provider.engine.runs.run import sink_of
 from tests.airflow.browser import Browser
 from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest

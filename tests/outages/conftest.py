@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import connection, liveness
-from airflow_cdc_provider.engine.connection import connected
+from airflow_cdc_provider.engine.postgres import connection, dead_connections
+from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
-from airflow_cdc_provider.engine.slot import drop_slot, reader_name
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot, reader_name
 from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
 from tests.network import Network
 from tests.outages.scene import QUICK, SCHEMA
@@ -124,8 +124,8 @@ def network() -> Iterator[Network]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeouts of production, shortened."""
-    monkeypatch.setattr(liveness, "SILENCE_SECONDS", 2.0)
-    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 2)
+    monkeypatch.setattr(dead_connections, "SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(dead_connections, "ANSWER_SECONDS", 2)
     monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 1.0)
     monkeypatch.setitem(connection._TRANSPORT, "connect_timeout", "2")
     for name in ("idle", "interval"):

@@ -13,9 +13,9 @@ import psutil
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.slot import emit_marker
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
 from tests.network import Network
 from tests.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
 from tests.proxy import Proxy

@@ -9,15 +9,16 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import attempts, commands
-from airflow_cdc_provider.engine.attempts import keep_trying
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import CdcError, Fenced, SlotBudgetExceeded
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.slot import drop_free_slot, end_walsender, read_slot
-from airflow_cdc_provider.engine.state import Heartbeat, Owner, State, write_heartbeat
-from airflow_cdc_provider.engine.wal import WalReader
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, SlotBudgetExceeded
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs import restarting
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_free_slot, end_walsender, read_slot
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
+from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
 from tests.outages.conftest import Pair
 from tests.outages.scene import QUICK, SECONDS, applied, copied, marker
 from tests.pipelines import PipelineUnderTest
@@ -127,7 +128,7 @@ def test_nobody_takes_over_while_the_slot_is_dropped(
         seen.append(1)
         drop_free_slot(*arguments)
 
-    monkeypatch.setattr(attempts, "drop_free_slot", drop)
+    monkeypatch.setattr(restarting, "drop_free_slot", drop)
     assert isinstance(beyond_the_budget(pipeline, lambda: None), SlotBudgetExceeded)
     assert seen
     assert not has_slot(pair, pipeline)
@@ -142,7 +143,7 @@ def test_a_run_that_is_overtaken_while_it_ends_its_reader_leaves_the_slot_alone(
         end_walsender(*arguments)
         pipeline.target("SET lock_timeout = '200ms'; UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
 
-    monkeypatch.setattr(attempts, "end_walsender", end)
+    monkeypatch.setattr(restarting, "end_walsender", end)
     assert isinstance(beyond_the_budget(pipeline, lambda: None), Fenced)
     assert has_slot(pair, pipeline)
 
@@ -159,7 +160,7 @@ def test_a_run_that_is_overtaken_before_it_ends_its_reader_leaves_the_others_alo
         readers.append(WalReader(names.dsn, names.slot, names.publication, pipeline.record.applied))
         end_walsender(*arguments)
 
-    monkeypatch.setattr(attempts, "end_walsender", end)
+    monkeypatch.setattr(restarting, "end_walsender", end)
     try:
         assert isinstance(beyond_the_budget(pipeline, lambda: None), Fenced)
         with connected(pair.source.dsn()) as source:

@@ -12,9 +12,9 @@ import adbc_driver_postgresql.dbapi as adbc
 import psutil
 import pytest
 
-from airflow_cdc_provider.engine.connection import connect, connected, session_dsn
-from airflow_cdc_provider.engine.waiting import await_condition
-from airflow_cdc_provider.engine.wal import open_replication
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connect, connected, session_dsn
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import open_replication
 from tests.network import Network
 from tests.outages.conftest import Pair
 from tests.proxy import Proxy

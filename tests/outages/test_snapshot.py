@@ -14,11 +14,12 @@ from contextlib import contextmanager
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import commands, reading
-from airflow_cdc_provider.engine.attempts import keep_trying
-from airflow_cdc_provider.engine.errors import CdcError
-from airflow_cdc_provider.engine.run import Run, run_part
-from airflow_cdc_provider.engine.sinks.base import Record
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.reading import snapshot_read
 from tests.outages.conftest import Pair
 from tests.outages.scene import (
     FULL,
@@ -160,7 +161,7 @@ def test_the_snapshot_survives(
                 outage.enter_context(case.outage(scene))
 
         if title not in BETWEEN_CHUNKS:
-            monkeypatch.setattr(reading, "failpoint", strike)
+            monkeypatch.setattr(snapshot_read, "failpoint", strike)
 
         def wait(run: Run, seconds: float) -> None:
             outage.close()

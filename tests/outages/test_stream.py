@@ -20,7 +20,7 @@ import pytest
 from psycopg import pq
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.outages.conftest import Pair
 from tests.outages.scene import (
     FULL,

@@ -12,10 +12,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import cli, commands
-from airflow_cdc_provider.engine.errors import CdcError, ConnectionFailed, Fenced, GateClosed
-from airflow_cdc_provider.engine.state import read_heartbeats
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, Fenced, GateClosed
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.state.files import read_heartbeats
 from tests.conftest import PIPELINE_ROLE
 from tests.outages.conftest import Pair
 from tests.outages.scene import (

@@ -6,9 +6,9 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.errors import StreamFailed
-from airflow_cdc_provider.engine.reading import SnapshotReader
-from airflow_cdc_provider.engine.sinks.base import Watermark
+from airflow_cdc_provider.engine.core.errors import StreamFailed
+from airflow_cdc_provider.engine.sinks.contract import Watermark
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.conftest import ServerMaker
 from tests.pipelines import copy_chunk_of
 from tests.races.scene import Make

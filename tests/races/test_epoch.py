@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from airflow_cdc_provider.engine.errors import Fenced
-from airflow_cdc_provider.engine.reading import SnapshotReader
-from airflow_cdc_provider.engine.run import sink_of
-from airflow_cdc_provider.engine.sinks.base import Watermark
-from airflow_cdc_provider.engine.snapshot import copy_chunk
+from airflow_cdc_provider.engine.core.errors import Fenced
+from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.sinks.contract import Watermark
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunk
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.pipelines import chunk_task, copy_chunk_of
 from tests.races.scene import SECONDS, Make, await_waiting
 

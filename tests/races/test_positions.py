@@ -6,8 +6,8 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.races.scene import Make, Mode, events
 

@@ -11,10 +11,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.engine import slot
-from airflow_cdc_provider.engine.errors import Blocked
-from airflow_cdc_provider.engine.sinks.base import Record
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.errors import Blocked
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from tests.conftest import PIPELINE_ROLE, ServerMaker
 from tests.pipelines import PipelineUnderTest, query_rows, transaction
 from tests.races.scene import SECONDS, Make, await_waiting

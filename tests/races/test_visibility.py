@@ -15,10 +15,10 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import slot
-from airflow_cdc_provider.engine.connection import connected
-from airflow_cdc_provider.engine.errors import Blocked
-from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.errors import Blocked
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from tests.conftest import PIPELINE_ROLE, ServerMaker
 from tests.pipelines import execute, transaction
 from tests.races.scene import SECONDS, Make, Mode, await_waiting, events

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.pipelines import execute, query_rows
 
 VERSION = "3.2.0.Final"

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
-from airflow_cdc_provider.engine import cli, commands, provisioning
-from airflow_cdc_provider.engine.errors import (
-    CdcError,
-    ExitCode,
-)
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.errors import CdcError, ExitCode
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from tests.pipelines import PipelineUnderTest
 
 TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"

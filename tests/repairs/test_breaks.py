@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import commands, provisioning, reread
-from airflow_cdc_provider.engine.barriers import Barriers
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import (
     CannotFollow,
     CdcError,
     Fenced,
@@ -21,7 +20,10 @@ from airflow_cdc_provider.engine.errors import (
     MissingPrivilege,
     ServerNotReady,
 )
-from airflow_cdc_provider.engine.run import run_part
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from airflow_cdc_provider.engine.sources.postgres.reading import reread
+from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.pipelines import PipelineUnderTest, execute
 from tests.repairs.scene import DROP_SLOT, LOST, ROWS, TABLE, Make, Mode, assert_healed, carry_out, refused

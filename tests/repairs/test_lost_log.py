@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.errors import (
-    GateClosed,
-)
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.errors import GateClosed
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.conftest import ServerMaker
 from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.repairs.scene import LOST, Make, assert_healed, carry_out, refused

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 import pytest
 from psycopg import pq
 
-from airflow_cdc_provider.engine import commands, provisioning
-from airflow_cdc_provider.engine.errors import (
-    SecondWriter,
-)
-from airflow_cdc_provider.engine.waiting import await_condition
-from airflow_cdc_provider.engine.wal import WalReader
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import SecondWriter
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.pipelines import SECONDS, PipelineUnderTest
 from tests.repairs.scene import LOST, Make, assert_healed
 

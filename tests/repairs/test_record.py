@@ -8,13 +8,9 @@ import shutil
 import pytest
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine import commands, provisioning
-from airflow_cdc_provider.engine.errors import (
-    CdcError,
-    Fenced,
-    ForeignTable,
-    GateClosed,
-)
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTable, GateClosed
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from tests.conftest import create_database, drop_database
 from tests.pipelines import PipelineUnderTest, execute, query_rows
 from tests.repairs.scene import LOST, ROWS, TABLE, Make, Mode, assert_healed, carry_out, content, refused

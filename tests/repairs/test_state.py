@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from pyspark.errors import PySparkException
 
-from airflow_cdc_provider.engine.errors import (
-    GateClosed,
-)
-from airflow_cdc_provider.engine.run import run_part
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.stream import StreamJob
+from airflow_cdc_provider.engine.core.errors import GateClosed
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
+from airflow_cdc_provider.engine.state.files import State
 from tests.repairs.scene import DROP_SLOT, LOST, Make, Mode, assert_healed
 
 pytestmark = pytest.mark.slow

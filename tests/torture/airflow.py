@@ -15,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.demo.airflow import AirflowStack
 from airflow_cdc_provider.demo.client import FINAL_STATES
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.process_group import _GUARD
 from tests.airflow_support import ROOT, connection_json

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from airflow_cdc_provider.engine.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import format_lsn
 from tests.torture.history import Change, Entry, Gap, History, Reading, Sight, Transaction
 
 _SHOWN = 5

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 
-from airflow_cdc_provider.engine.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from tests.threads import Stoppable
 from tests.torture.checks import Versions, acknowledged_early
 from tests.torture.history import Sight

@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 
 from airflow_cdc_provider.demo.servers import PostgresServer
-from airflow_cdc_provider.engine.waiting import await_condition
+from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.conftest import Databases, create_database, create_roles
 from tests.pipelines import PipelineUnderTest, execute, query_rows
 from tests.torture.airflow import Airflow

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.section import Section, as_text
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.section import Section, as_text
 
 Properties: TypeAlias = tuple[tuple[str, str], ...]
 

@@ -1,1 +1,1 @@
-"""The stores that rows go to, one file a sink, behind the interface of :mod:`.base`."""
+"""Where rows go: the contract of a sink, and a folder for each kind."""

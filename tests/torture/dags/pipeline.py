@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from airflow.sdk import DAG, TriggerRule
 
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.state import State
-from airflow_cdc_provider.engine.submission import read
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.submission import read
 from airflow_cdc_provider.operators.pipeline import CdcProvisionOperator
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.findings import Checks
-from airflow_cdc_provider.engine.preflight import target_name
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.delta.layout import require_apart, require_possible
+from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+from airflow_cdc_provider.engine.sinks.delta.table_layout import require_apart, require_possible
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from airflow_cdc_provider.engine.errors import GateClosed, TargetConflict
-from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.core.errors import GateClosed, TargetConflict
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line, insistently, session
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import SPARK_ERRORS, first_line, insistently, session
 
 RETAINED_HOURS = 168.0
 """A week, less than which Delta refuses."""

@@ -12,21 +12,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import ConfigError, StagingLost
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import parse_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target, Watermark
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents
-from airflow_cdc_provider.engine.sinks.delta import staging
-from airflow_cdc_provider.engine.sinks.delta.layout import quoted, require_possible
+from airflow_cdc_provider.engine.core.errors import ConfigError, StagingLost
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.typed_values import arrow_type, to_texts
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Target, Watermark
+from airflow_cdc_provider.engine.sinks.delta import staging_files
 from airflow_cdc_provider.engine.sinks.delta.record import Decided, DeltaRecord
-from airflow_cdc_provider.engine.sinks.delta.spark import SPARK_ERRORS, first_line, is_one_of, looking, not_looked_at
-from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made, joined
-from airflow_cdc_provider.engine.sinks.lake.room import room_at
-from airflow_cdc_provider.engine.sinks.lake.values import arrow_type, to_texts
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
+    SPARK_ERRORS,
+    first_line,
+    is_one_of,
+    looking,
+    not_looked_at,
+)
+from airflow_cdc_provider.engine.sinks.delta.table_layout import quoted, require_possible
+from airflow_cdc_provider.engine.sinks.delta.table_work import Part, TableWork, is_made, joined
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sinks.record_log.read_position import room_at
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 _CHUNKS_AT_ONCE = 64
 """So many chunks are committed together at most, so that no commit takes very long."""
@@ -57,7 +63,7 @@ class DeltaReads(DeltaRecord):
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
     ) -> WrittenChunk | None:
-        """See :meth:`.base.Sink.write_chunk`."""
+        """See :meth:`.contract.Sink.write_chunk`."""
         if not self._is_open(self._contents(epoch), chunk, origin):
             return None
         file = f"staging/chunks/{epoch}/{uuid.uuid4().hex}.parquet"
@@ -69,7 +75,7 @@ class DeltaReads(DeltaRecord):
         return WrittenChunk(file, rows, watermark)
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
-        """See :meth:`.base.Sink.commit_chunks`: in one commit of each table, or few."""
+        """See :meth:`.contract.Sink.commit_chunks`: in one commit of each table, or few."""
         groups = (copied[n : n + _CHUNKS_AT_ONCE] for n in range(0, len(copied), _CHUNKS_AT_ONCE))
         return [rows for group in groups for rows in self._commit_together(epoch, group)]
 
@@ -91,7 +97,7 @@ class DeltaReads(DeltaRecord):
             for each in chosen:
                 written: WrittenChunk = each.written
                 self._check_staged(each.target.table.label, written.file, written.rows)
-                then += changes.chunk_committed(each.chunk, written.watermark, written.rows, epoch)
+                then += record_contents.chunk_committed(each.chunk, written.watermark, written.rows, epoch)
                 work = self._chunk_work(contents, each, removals.get(each.chunk))
                 before = works.get(work.label)
                 works[work.label] = work if before is None else replace(before, parts=joined(before.parts + work.parts))
@@ -106,7 +112,7 @@ class DeltaReads(DeltaRecord):
 
     def _check_staged(self, label: str, file: str, rows: int) -> None:
         """Look, before anything is decided for it, whether the driver finds what an executor has staged."""
-        found = staging.staged_rows(self._home, file)
+        found = staging_files.staged_rows(self._home, file)
         if found != rows:
             raise StagingLost(
                 f"{rows} rows were staged for {label} in {self._home.location(file)},"
@@ -138,11 +144,11 @@ class DeltaReads(DeltaRecord):
         finish: Callable[[], Watermark],
         before: Target | None,
     ) -> int:
-        """See :meth:`.base.Sink.replace`."""
+        """See :meth:`.contract.Sink.replace`."""
         contents = self._contents(epoch)
         label = target.table.label
         if before is None:
-            self._check([target], changes.targets_of(contents))
+            self._check([target], record_contents.targets_of(contents))
         require_possible(self.layout, target, self.mode)
         file = f"staging/units/{epoch}/{uuid.uuid4().hex}.parquet"
         removals = None
@@ -152,10 +158,12 @@ class DeltaReads(DeltaRecord):
             batches = (self._only_members(target, keys, batch) for batch in batches)
         if keys is not None and self.mode == "mirror":
             table = target.table
-            typed = (staging.written(table, staging.typed_rows(table, batch)) for batch in batches)
-            rows = staging.write(self._home, file, staging.effect_schema(table), typed)
+            typed = (staging_files.written(table, staging_files.typed_rows(table, batch)) for batch in batches)
+            rows = staging_files.write(self._home, file, staging_files.effect_schema(table), typed)
             gone = f"staging/units/{epoch}/{uuid.uuid4().hex}.parquet"
-            staging.write(self._home, gone, staging.effect_schema(table), [staging.erasures(table, sorted(keys))])
+            staging_files.write(
+                self._home, gone, staging_files.effect_schema(table), [staging_files.erasures(table, sorted(keys))]
+            )
             parts: tuple[Part, ...] = (Part((gone,)), Part((file,)))
         else:
             rows = self._write_rows(file, target, batches)
@@ -179,20 +187,20 @@ class DeltaReads(DeltaRecord):
                 )
             elif keys is None:
                 work = TableWork(label, "replace", parts, create=True, target=target)
-            return [work], changes.reread(contents, target, keys, watermark, rows)
+            return [work], record_contents.reread(contents, target, keys, watermark, rows)
 
         self._commit(epoch, f"{label} read again", decide)
         failpoint("after-reread-commit")
         return rows
 
     def check_condition(self, target: Target, where: str) -> None:
-        """See :meth:`.base.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
+        """See :meth:`.contract.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
         if self.mode == "mirror":
             with self._matching(target, where):
                 pass
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See :meth:`.base.Sink.matching_keys`."""
+        """See :meth:`.contract.Sink.matching_keys`."""
         if self.mode == "changelog":
             return frozenset()
         with self._matching(target, where) as found:
@@ -217,7 +225,7 @@ class DeltaReads(DeltaRecord):
     def members(
         self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
     ) -> Sequence[tuple[int, int]]:
-        """See :meth:`.base.Sink.members`: keys are one if their values are, of which minus zero has another text."""
+        """See :meth:`.contract.Sink.members`: keys are one if their values are; minus zero has another text."""
         kinds = [arrow_type(column) for column in target.table.key_columns]
 
         def normal(texts: Sequence[str]) -> tuple[str, ...]:
@@ -239,13 +247,13 @@ class DeltaReads(DeltaRecord):
         return batch.filter(pa.array(found))
 
     def _write_rows(self, file: str, target: Target, batches: Iterator[pa.RecordBatch]) -> int:
-        typed = (staging.typed_rows(target.table, batch) for batch in batches)
-        return staging.write(self._home, file, staging.row_schema(target.table), typed)
+        typed = (staging_files.typed_rows(target.table, batch) for batch in batches)
+        return staging_files.write(self._home, file, staging_files.row_schema(target.table), typed)
 
     def _stage_removals(self, epoch: int, target: Target, keys: frozenset[tuple[str, ...]] | None) -> str:
         file = f"staging/units/{epoch}/{uuid.uuid4().hex}.parquet"
-        events = staging.removals(target.table, None if keys is None else sorted(keys))
-        staging.write(self._home, file, staging.event_schema(target.table), [events])
+        events = staging_files.removals(target.table, None if keys is None else sorted(keys))
+        staging_files.write(self._home, file, staging_files.event_schema(target.table), [events])
         return file
 
     def _events(self, contents: Contents, target: Target, removals: str | None, file: str) -> tuple[Part, ...]:

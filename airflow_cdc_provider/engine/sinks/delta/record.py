@@ -8,22 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from airflow_cdc_provider.engine.errors import ForeignTable, GateClosed, StreamFailed, TargetConflict
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents, Step
-from airflow_cdc_provider.engine.sinks.changes_record import Commit
-from airflow_cdc_provider.engine.sinks.delta.definition import Plan, Present, plan
-from airflow_cdc_provider.engine.sinks.delta.layout import (
-    Layout,
-    location,
-    require_apart,
-    require_possible,
-)
+from airflow_cdc_provider.engine.core.errors import ForeignTable, GateClosed, StreamFailed, TargetConflict
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.delta.delta_table import LOG, DeltaTable, has_log
 from airflow_cdc_provider.engine.sinks.delta.obstacles import obstacles
-from airflow_cdc_provider.engine.sinks.delta.spark import (
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
     BEGUN,
     SPARK_ERRORS,
     first_line,
@@ -33,10 +24,14 @@ from airflow_cdc_provider.engine.sinks.delta.spark import (
     session,
     stands_in_the_way,
 )
-from airflow_cdc_provider.engine.sinks.delta.table import LOG, DeltaTable, has_log
-from airflow_cdc_provider.engine.sinks.delta.work import TableWork, is_made, made, of_step, to_json, unmade
+from airflow_cdc_provider.engine.sinks.delta.table_definition import Plan, Present, plan
+from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, location, require_apart, require_possible
+from airflow_cdc_provider.engine.sinks.delta.table_work import TableWork, is_made, made, of_step, to_json, unmade
 from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.record import LakeRecord
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sinks.record_log.record import Commit
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +134,7 @@ class DeltaRecord(LakeRecord):
     @looking()
     def _fit(self, contents: Contents, targets: Sequence[Target]) -> Mapping[str, Any] | None:
         """See :meth:`.record.LakeRecord._fit`: a mirror gets them with its rows."""
-        recorded = changes.targets_of(contents)
+        recorded = record_contents.targets_of(contents)
         works = []
         for target in targets if self.mode == "changelog" else ():
             before = recorded.get(target.table.label)
@@ -165,7 +160,7 @@ class DeltaRecord(LakeRecord):
 
         def is_open() -> bool:
             head = self._log.head()
-            return head is not None and changes.step_of(head.contents) == step
+            return head is not None and record_contents.step_of(head.contents) == step
 
         def carry_out(work: tuple[Target, TableWork]) -> None:
             target, what = work

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from airflow_cdc_provider.engine.section import as_flag, as_mapping, as_text, one_of
-from airflow_cdc_provider.engine.sinks.lake.path import as_path, folder
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.core.section import as_flag, as_mapping, as_text, one_of
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.sinks.lake.paths import as_path, folder
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.catalog import Table
-    from airflow_cdc_provider.engine.config import Pipeline
-    from airflow_cdc_provider.engine.connection import Connection
-    from airflow_cdc_provider.engine.findings import Checks
-    from airflow_cdc_provider.engine.section import Section
-    from airflow_cdc_provider.engine.sinks.base import Sink
+    from airflow_cdc_provider.engine.core.findings import Checks
+    from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.postgres.connection import Connection
+    from airflow_cdc_provider.engine.sinks.contract import Sink
+    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 PACKAGE = "io.delta:delta-spark_4.2_2.13:4.4.0"
 """Delta for the Spark that the engine needs, as Maven Central has it."""
@@ -99,9 +99,9 @@ class DeltaSettings:
 
     def open(self, pipeline: str, part: str = "") -> Sink:
         """See :meth:`.SinkSettings.open`."""
-        from airflow_cdc_provider.engine.sinks.delta.layout import Layout
         from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-        from airflow_cdc_provider.engine.sinks.lake.place import Place
+        from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout
+        from airflow_cdc_provider.engine.sinks.lake.storage import Place
 
         root = Place(self.path)
         layout = Layout(root, self.catalog, self.partition_by, self.table_properties)

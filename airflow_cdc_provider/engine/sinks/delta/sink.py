@@ -18,43 +18,43 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_cdc_provider.engine.arrays import array_texts
-from airflow_cdc_provider.engine.connection import Connection
-from airflow_cdc_provider.engine.effects import MISSING, Effect
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.row_side import row_sides
-from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece, Target
-from airflow_cdc_provider.engine.sinks.changes import Contents
-from airflow_cdc_provider.engine.sinks.delta import net, staging
-from airflow_cdc_provider.engine.sinks.delta.definition import plan
-from airflow_cdc_provider.engine.sinks.delta.layout import location, quoted, require_possible
+from airflow_cdc_provider.engine.changes.effects import MISSING, Effect
+from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
+from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.postgres.array_text import array_texts
+from airflow_cdc_provider.engine.postgres.connection import Connection
+from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_texts, to_typed
+from airflow_cdc_provider.engine.sinks.contract import MissingValues, Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.sinks.delta import net_effect, staging_files
+from airflow_cdc_provider.engine.sinks.delta.delta_table import DeltaTable
 from airflow_cdc_provider.engine.sinks.delta.reads import DeltaReads, key_texts
 from airflow_cdc_provider.engine.sinks.delta.record import Decided
-from airflow_cdc_provider.engine.sinks.delta.spark import looking
-from airflow_cdc_provider.engine.sinks.delta.table import DeltaTable
-from airflow_cdc_provider.engine.sinks.delta.work import Part, TableWork, is_made
-from airflow_cdc_provider.engine.sinks.lake.values import TEXT, arrow_type, to_texts, to_typed
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import looking
+from airflow_cdc_provider.engine.sinks.delta.table_definition import plan
+from airflow_cdc_provider.engine.sinks.delta.table_layout import location, quoted, require_possible
+from airflow_cdc_provider.engine.sinks.delta.table_work import Part, TableWork, is_made
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
 
 
 @dataclass(frozen=True)
 class DeltaSink(DeltaReads):
-    """A pipeline's place among Delta tables; see :class:`.base.Sink` and, for its fields, the record."""
+    """A pipeline's place among Delta tables; see :class:`.contract.Sink` and, for its fields, the record."""
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.base.Sink.redefine`."""
+        """See :meth:`.contract.Sink.redefine`."""
         failpoint("before-redefinition")
         require_possible(self.layout, after, self.mode)
 
         def decide(contents: Contents) -> Decided:
             if not is_made(contents, before.table.label) and self._is_gone(before):
-                return [], changes.redefined(after)  # it is made so when its first rows come
+                return [], record_contents.redefined(after)  # it is made so when its first rows come
             self._require_there(before)
             found = plan(before, after, self._present(before), self.mode, rows_stay=True)
             if not found.alterations:
-                return [], changes.redefined(after)
+                return [], record_contents.redefined(after)
             work = TableWork(
                 after.table.label,
                 "fill" if found.values else "alter",
@@ -62,7 +62,7 @@ class DeltaSink(DeltaReads):
                 values=found.values,
                 target=after,
             )
-            return [work], changes.redefined(after)
+            return [work], record_contents.redefined(after)
 
         self._commit(epoch, f"{after.table.label} redefined", decide)
         failpoint("after-redefinition")
@@ -70,10 +70,10 @@ class DeltaSink(DeltaReads):
     # -- stream units -------------------------------------------------------------------------------
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.base.Sink.stage`."""
+        """See :meth:`.contract.Sink.stage`."""
         if not effects:
             return ()
-        targets = changes.targets_of(self._contents(epoch))
+        targets = record_contents.targets_of(self._contents(epoch))
         staged = []
         for number, effect in enumerate(effects):
             file = None
@@ -81,10 +81,10 @@ class DeltaSink(DeltaReads):
                 file = f"staging/units/{epoch}/{attempt}_{number}.parquet"
                 table = targets[effect.label].table
                 if self.mode == "mirror":
-                    typed, schema = staging.typed_effect(table, effect.rows), staging.effect_schema(table)
+                    typed, schema = staging_files.typed_effect(table, effect.rows), staging_files.effect_schema(table)
                 else:
-                    typed, schema = staging.typed_events(table, effect.rows), staging.event_schema(table)
-                staging.write(self._home, file, schema, [typed])
+                    typed, schema = staging_files.typed_events(table, effect.rows), staging_files.event_schema(table)
+                staging_files.write(self._home, file, schema, [typed])
             columns = tuple(effect.rows.column_names)
             staged.append(Staged(effect.label, file, effect.rows.num_rows, effect.truncate, columns))
             failpoint("before-batch-staged")
@@ -99,7 +99,7 @@ class DeltaSink(DeltaReads):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.base.Sink.commit`."""
+        """See :meth:`.contract.Sink.commit`."""
         failpoint("before-batch-commit")
 
         def decide(contents: Contents) -> Decided | None:
@@ -107,7 +107,7 @@ class DeltaSink(DeltaReads):
                 return None
             tables = self._unit(epoch, contents, pieces)
             failpoint("in-batch-commit")
-            return tables, changes.unit_applied(contents, end, time.time(), noted)
+            return tables, record_contents.unit_applied(contents, end, time.time(), noted)
 
         committed = self._commit(epoch, f"unit ({format_lsn(start)}, {format_lsn(end)}]", decide)
         for piece in pieces:
@@ -123,7 +123,7 @@ class DeltaSink(DeltaReads):
         :raises MissingValues: when values are nowhere.
         :raises StagingLost: when files are gone.
         """
-        targets = changes.targets_of(contents)
+        targets = record_contents.targets_of(contents)
         tables: dict[str, list[Staged]] = {}
         for piece in sorted(pieces, key=lambda p: p.index):
             for staged in piece.tables:
@@ -164,18 +164,18 @@ class DeltaSink(DeltaReads):
         """
         table = self._table(target)
         names = [column.name for column in target.table.columns]
-        folded = net.folded(table.effects([part.files for part in parts]), table.key, len(names))
+        folded = net_effect.folded(table.effects([part.files for part in parts]), table.key, len(names))
         there = None if emptied or not table.exists() else table.read()
-        filled = net.filled(folded, there, names, table.key)
+        filled = net_effect.filled(folded, there, names, table.key)
         file = f"staging/units/{epoch}/{uuid.uuid4().hex}"
         filled.write.parquet(location(self._home / file))
-        unknown = table.spark.read.parquet(location(self._home / file)).where(net.UNKNOWN)
+        unknown = table.spark.read.parquet(location(self._home / file)).where(net_effect.UNKNOWN)
         return file, key_texts(unknown.select(*(f"c{i}" for i in table.key)).toArrow())
 
     # -- reading ------------------------------------------------------------------------------------
 
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
-        """See :meth:`.base.Sink.compared`."""
+        """See :meth:`.contract.Sink.compared`."""
         return row_sides(source, target, self.mode, self.rows)
 
     def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:

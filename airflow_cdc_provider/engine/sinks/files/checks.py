@@ -8,15 +8,15 @@ from functools import partial
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import SparkUnusable
-from airflow_cdc_provider.engine.findings import Caution, Checks
-from airflow_cdc_provider.engine.preflight import target_name
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.files.format import CODEC
+from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.core.errors import SparkUnusable
+from airflow_cdc_provider.engine.core.findings import Caution, Checks
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.files.row_format import CODEC
 from airflow_cdc_provider.engine.sinks.files.settings import FilesSettings
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 def check(settings: FilesSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:

@@ -17,14 +17,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_cdc_provider.engine.errors import GateClosed
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents
-from airflow_cdc_provider.engine.sinks.changes_record import Commit
-from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, known, partition, replaced
-from airflow_cdc_provider.engine.sinks.files.format import writer
+from airflow_cdc_provider.engine.core.errors import GateClosed
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.files.data_file import DataFile, files_of, known, partition, replaced
+from airflow_cdc_provider.engine.sinks.files.row_format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.log import Head
+from airflow_cdc_provider.engine.sinks.record_log.record import Commit
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 
 TARGET_BYTES = 128 << 20
 """Size of the files that are made."""

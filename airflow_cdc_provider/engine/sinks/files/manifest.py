@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.changes import Contents
-from airflow_cdc_provider.engine.sinks.files.datafile import DataFile, files_of, shape_of
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.files.data_file import DataFile, files_of, shape_of
 from airflow_cdc_provider.engine.sinks.lake.log import Head
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
 
 FOLDER = "_manifest"
 _NUMBER = re.compile(rb'^\{"number": (\d+)')

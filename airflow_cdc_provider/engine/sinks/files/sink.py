@@ -16,24 +16,19 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.connection import Connection
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import ConfigError, ForeignTable, GateClosed, StagingLost, UnknownTable
-from airflow_cdc_provider.engine.evolution import redefinition
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.row_side import row_sides
-from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.append_only import AppendOnly, only
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents, Step
-from airflow_cdc_provider.engine.sinks.changes_record import Commit
-from airflow_cdc_provider.engine.sinks.files import format as rows_
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
+from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, GateClosed, StagingLost, UnknownTable
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.postgres.connection import Connection
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.files import manifest
-from airflow_cdc_provider.engine.sinks.files.datafile import (
+from airflow_cdc_provider.engine.sinks.files import row_format as rows_
+from airflow_cdc_provider.engine.sinks.files.data_file import (
     DataFile,
     Shape,
     files_of,
@@ -45,11 +40,16 @@ from airflow_cdc_provider.engine.sinks.files.datafile import (
     with_read,
     with_shape,
 )
+from airflow_cdc_provider.engine.sinks.files.data_writer import DataWriter, note_of, writing
 from airflow_cdc_provider.engine.sinks.files.settings import Format
-from airflow_cdc_provider.engine.sinks.files.writing import DataWriter, note_of, writing
 from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.record import LakeRecord
-from airflow_cdc_provider.engine.sinks.lake.room import Room
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sinks.record_log.append_only import AppendOnly, only
+from airflow_cdc_provider.engine.sinks.record_log.read_position import Room
+from airflow_cdc_provider.engine.sinks.record_log.record import Commit
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 PARTITION = "_date"
 """The column that the folders of the files stand for."""
@@ -72,7 +72,7 @@ class Written:
 
 @dataclass(frozen=True)
 class FilesSink(LakeRecord, AppendOnly):
-    """A pipeline's change logs below a path; see :class:`.base.Sink` and, for its fields, the record."""
+    """A pipeline's change logs below a path; see :class:`.contract.Sink` and, for its fields, the record."""
 
     format: Format = "parquet"
 
@@ -151,12 +151,12 @@ class FilesSink(LakeRecord, AppendOnly):
     # -- the record ---------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`.base.Sink.prepare`."""
+        """See :meth:`.contract.Sink.prepare`."""
         super().prepare(*args, **kwargs)
         self.publish()
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`; manifests that an earlier run has left behind are brought up first."""
+        """See :meth:`.contract.Sink.take_epoch`; manifests that an earlier run has left behind are brought up first."""
         if (head := self.head()) is not None:
             self._require_format(files_of(head.contents))
         epoch = super().take_epoch(owner, at_least)
@@ -164,7 +164,7 @@ class FilesSink(LakeRecord, AppendOnly):
         return epoch
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.base.Sink.redefine`. Files stay as they are; those to come have the columns of then."""
+        """See :meth:`.contract.Sink.redefine`. Files stay as they are; those to come have the columns of then."""
         failpoint("before-redefinition")
         folder, change = folder_of(after), redefinition(before.table, after.table)
         for column in change.added:
@@ -177,7 +177,7 @@ class FilesSink(LakeRecord, AppendOnly):
             shape = shape_of(contents, folder).with_table(after.table, self.format)
             if shape is None:
                 raise RowsNeeded("files keep the types of the columns that they have")
-            return Commit(changes.redefined(after) + with_shape(folder, shape))
+            return Commit(record_contents.redefined(after) + with_shape(folder, shape))
 
         self._append(epoch, f"{after.table.label} redefined", decide)
         failpoint("after-redefinition")
@@ -193,7 +193,7 @@ class FilesSink(LakeRecord, AppendOnly):
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
     ) -> Written | None:
-        """See :meth:`.base.Sink.write_chunk`."""
+        """See :meth:`.contract.Sink.write_chunk`."""
         contents = self._contents(epoch)
         if not self._is_open(contents, chunk, origin):
             return None
@@ -204,7 +204,7 @@ class FilesSink(LakeRecord, AppendOnly):
         return written
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
-        """See :meth:`.base.Sink.commit_chunks`; one by one, as each is an entry that names files."""
+        """See :meth:`.contract.Sink.commit_chunks`; one by one, as each is an entry that names files."""
         return [self._commit_chunk(epoch, each) for each in copied]
 
     def _commit_chunk(self, epoch: int, copied: CopiedChunk) -> int | None:
@@ -215,7 +215,7 @@ class FilesSink(LakeRecord, AppendOnly):
             if not self._is_open(contents, chunk, copied.origin):
                 return None
             self._require_room(contents, copied.target, found)
-            committed = changes.chunk_committed(chunk, found.watermark, found.rows, epoch)
+            committed = record_contents.chunk_committed(chunk, found.watermark, found.rows, epoch)
             return Commit(committed + self._read(copied.target, found))
 
         failpoint("before-chunk-prepared")
@@ -233,7 +233,7 @@ class FilesSink(LakeRecord, AppendOnly):
         finish: Callable[[], Watermark],
         before: Target | None,
     ) -> int:
-        """See :meth:`.base.Sink.replace`."""
+        """See :meth:`.contract.Sink.replace`."""
         contents = self._contents(epoch)
         if before is None:
             self._check([target], {})
@@ -246,7 +246,7 @@ class FilesSink(LakeRecord, AppendOnly):
 
         def decide(contents: Contents) -> Commit:
             self._require_room(contents, target, written)
-            read = changes.reread(contents, target, keys, written.watermark, written.rows)
+            read = record_contents.reread(contents, target, keys, written.watermark, written.rows)
             if keys is None:
                 read += self._without_lost(contents, folder_of(target))
             return Commit(read + self._read(target, written))
@@ -307,13 +307,13 @@ class FilesSink(LakeRecord, AppendOnly):
     # -- stream units ------------------------------------------------------------------------------
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.base.Sink.stage`."""
+        """See :meth:`.contract.Sink.stage`."""
         if not effects:
             return ()
         contents = self._contents(epoch)
         staged = []
         for effect in effects:
-            target, relation = changes.target_of(contents, effect.label), None
+            target, relation = record_contents.target_of(contents, effect.label), None
             if effect.rows.num_rows:
                 folder = folder_of(target)
                 with self._writing(epoch, "units", folder, shape_of(contents, folder)) as out:
@@ -333,7 +333,7 @@ class FilesSink(LakeRecord, AppendOnly):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.base.Sink.commit`."""
+        """See :meth:`.contract.Sink.commit`."""
         failpoint("before-batch-commit")
         staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
         files = [DataFile.from_dict(f) for s in staged if s.relation is not None for f in json.loads(s.relation)]
@@ -341,7 +341,7 @@ class FilesSink(LakeRecord, AppendOnly):
         def decide(contents: Contents) -> Commit | None:
             if not self._is_next(contents, start, end, pieces):
                 return None
-            return Commit(changes.unit_applied(contents, end, time.time(), noted))
+            return Commit(record_contents.unit_applied(contents, end, time.time(), noted))
 
         title = f"unit ({format_lsn(start)}, {format_lsn(end)}]"
         applied = self._commit_files(epoch, "units", title, files, decide, "in-batch-commit")
@@ -412,7 +412,7 @@ class FilesSink(LakeRecord, AppendOnly):
         manifest.publish(self.root, self.pipeline, self._log.head)
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.Sink.sweep`; with the notes go the files that no entry names."""
+        """See :meth:`.contract.Sink.sweep`; with the notes go the files that no entry names."""
         head = self._log.head()
         if head is None or head.contents["head"]["epoch"] != epoch:
             return
@@ -420,7 +420,7 @@ class FilesSink(LakeRecord, AppendOnly):
         super().sweep(epoch)
 
     def drop(self) -> None:
-        """See :meth:`.base.Sink.drop`; the last manifest stays with the files."""
+        """See :meth:`.contract.Sink.drop`; the last manifest stays with the files."""
         if (head := self._log.head()) is not None:
             self._remove_unnamed(head, lambda kind, left: True)
         super().drop()
@@ -437,7 +437,7 @@ class FilesSink(LakeRecord, AppendOnly):
     # -- comparing ---------------------------------------------------------------------------------
 
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
-        """See :meth:`.base.Sink.compared`."""
+        """See :meth:`.contract.Sink.compared`."""
         if self.missing([target]):
             raise UnknownTable(
                 f"the files of the target {target.schema}.{target.name} are gone",

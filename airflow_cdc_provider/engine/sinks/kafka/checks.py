@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.errors import ConfigError
-from airflow_cdc_provider.engine.findings import Caution, Checks
+from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.kafka.addresses import Properties, readable_logins
-from airflow_cdc_provider.engine.preflight import target_name
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.kafka.avro import Registry
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 _LONGEST = 249
 _MAXIMUM = "transaction.max.timeout.ms"

@@ -7,24 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self, cast
 
+from airflow_cdc_provider.engine.core.section import as_flag, as_positive_integer, as_positive_seconds, as_text, one_of
 from airflow_cdc_provider.engine.kafka.addresses import Properties, as_registry, brokers_of, secrets_of
-from airflow_cdc_provider.engine.section import (
-    as_flag,
-    as_positive_integer,
-    as_positive_seconds,
-    as_text,
-    one_of,
-)
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.catalog import Table
-    from airflow_cdc_provider.engine.config import Pipeline
-    from airflow_cdc_provider.engine.connection import Connection
-    from airflow_cdc_provider.engine.findings import Checks
-    from airflow_cdc_provider.engine.section import Section
-    from airflow_cdc_provider.engine.sinks.kafka.format import Format as MessageFormat
+    from airflow_cdc_provider.engine.core.findings import Checks
+    from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.postgres.connection import Connection
+    from airflow_cdc_provider.engine.sinks.kafka.formats.plain import Format as MessageFormat
     from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
+    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 Format = Literal["debezium", "json", "avro"]
 Decimals = Literal["string", "precise"]
@@ -134,14 +128,14 @@ class KafkaSettings:
         :param pipeline: its name.
         """
         if self.format == "json":
-            from airflow_cdc_provider.engine.sinks.kafka.format import PlainFormat
+            from airflow_cdc_provider.engine.sinks.kafka.formats.plain import PlainFormat
 
             return PlainFormat()
         if self.registry is None:
-            from airflow_cdc_provider.engine.sinks.kafka.debezium import DebeziumFormat
+            from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import DebeziumFormat
 
             return DebeziumFormat(pipeline, self.database, self.decimals, self.schemas, self.tombstones)
-        from airflow_cdc_provider.engine.sinks.kafka.avro import AvroFormat, Registry
+        from airflow_cdc_provider.engine.sinks.kafka.formats.avro import AvroFormat, Registry
 
         registry = Registry(self.registry, self.registry_properties)
         return AvroFormat(registry, pipeline, self.database, self.decimals, self.tombstones)

@@ -3,7 +3,8 @@
 Tasks write messages, as they will be, into the pipeline's staging topic. The driver takes them from there and writes
 them into their topics, and what follows for the record into its own, in one transaction: consumers that read what is
 committed see each change once, and a unit in all topics or in none, if not at the same moment: the brokers mark the
-end of a transaction in one partition after the other. Overtaken runs are fenced by the brokers, see :mod:`.writer`.
+end of a transaction in one partition after the other. Overtaken runs are fenced by the brokers, see
+:mod:`.transactions`.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.connection import Connection
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import CannotFollow, ConfigError, StagingLost, StreamFailed, UnknownTable
-from airflow_cdc_provider.engine.evolution import redefinition
-from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
+from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, StagingLost, StreamFailed, UnknownTable
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
-from airflow_cdc_provider.engine.kafka.ranges import MessageRange
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.row_side import row_sides
-from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.append_only import AppendOnly, only
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents
-from airflow_cdc_provider.engine.sinks.changes_record import ChangesRecord, Commit
-from airflow_cdc_provider.engine.sinks.kafka import events, untold
-from airflow_cdc_provider.engine.sinks.kafka.journal import PREFIX, Journal, written
-from airflow_cdc_provider.engine.sinks.kafka.messages import pack, unpack
+from airflow_cdc_provider.engine.kafka.message_ranges import MessageRange
+from airflow_cdc_provider.engine.postgres.connection import Connection
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.sinks.kafka import events, truncate_events
+from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX, Journal, written
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
-from airflow_cdc_provider.engine.sinks.kafka.staging import CHUNKS, SUFFIX, UNITS, Blob, Staging, require
-from airflow_cdc_provider.engine.sinks.kafka.targets import TargetTopics, id_told, last_told, telling
-from airflow_cdc_provider.engine.sinks.kafka.writer import Batch, Overtaken, Unsure, Writer, end_all
-from airflow_cdc_provider.engine.sinks.lake.room import Room, room_at
+from airflow_cdc_provider.engine.sinks.kafka.staged_messages import pack, unpack
+from airflow_cdc_provider.engine.sinks.kafka.staging_topic import CHUNKS, SUFFIX, UNITS, Blob, Staging, require
+from airflow_cdc_provider.engine.sinks.kafka.target_topics import TargetTopics, id_told, last_told, telling
+from airflow_cdc_provider.engine.sinks.kafka.transactions import Batch, Overtaken, Unsure, Writer, end_all
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sinks.record_log.append_only import AppendOnly, only
+from airflow_cdc_provider.engine.sinks.record_log.read_position import Room, room_at
+from airflow_cdc_provider.engine.sinks.record_log.record import ChangesRecord, Commit
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 _TRIES = 10
 _PAUSE = 0.5  # seconds at most, before another try
@@ -76,7 +77,7 @@ class Written:
 
 @dataclass(frozen=True)
 class KafkaSink(ChangesRecord, AppendOnly):
-    """A pipeline's topics in a cluster; see :class:`.base.Sink`.
+    """A pipeline's topics in a cluster; see :class:`.contract.Sink`.
 
     :param part: of the run, which writes at the same time as others.
     """
@@ -114,7 +115,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         return TargetTopics(self.settings, self.pipeline)
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.base.Sink.identity`: the number that the cluster was given when it was made."""
+        """See :meth:`.contract.Sink.identity`: the number that the cluster was given when it was made."""
         return {"cluster": self.cluster.id()}
 
     # -- transactions -------------------------------------------------------------------------------
@@ -260,11 +261,11 @@ class KafkaSink(ChangesRecord, AppendOnly):
         return self.topics.described(contents, targets, ours)
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`; a topic that was made anew has lost its messages as well."""
+        """See :meth:`.contract.Sink.missing`; a topic that was made anew has lost its messages as well."""
         return self.topics.missing(self._current() or {}, targets)
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.base.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""
+        """See :meth:`.contract.Sink.redefine`. Messages stay as they are; those to come have the columns of then."""
         failpoint("before-redefinition")
         try:
             self.topics.format.require(after)
@@ -278,20 +279,20 @@ class KafkaSink(ChangesRecord, AppendOnly):
             raise RowsNeeded("messages keep the names of the columns that they have")
         if change.retyped:
             raise RowsNeeded("messages keep the types of the columns that they have")
-        self._append(epoch, f"{after.table.label} redefined", lambda contents: Commit(changes.redefined(after)))
+        self._append(epoch, f"{after.table.label} redefined", lambda contents: Commit(record_contents.redefined(after)))
         failpoint("after-redefinition")
 
     # -- the record ---------------------------------------------------------------------------------
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`."""
+        """See :meth:`.contract.Sink.take_epoch`."""
         self.journal.require()
         epoch = super().take_epoch(owner, at_least)
         self.staging.create(self.settings.replicas)
         return epoch
 
     def end_sessions(self) -> None:
-        """See :meth:`.base.Sink.end_sessions`: transactions that are open are ended, and none goes on."""
+        """See :meth:`.contract.Sink.end_sessions`: transactions that are open are ended, and none goes on."""
         writers = [self._writer(self.part)]
         if not self.part:
             writers += self._writers(self._current() or {})
@@ -300,24 +301,24 @@ class KafkaSink(ChangesRecord, AppendOnly):
         end_all(writers)
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.Sink.sweep`; chunks stay, but for those that earlier runs have left."""
+        """See :meth:`.contract.Sink.sweep`; chunks stay, but for those that earlier runs have left."""
         if self._is_at(epoch):
             self.staging.clear(UNITS)
             self.staging.clear_before(CHUNKS, epoch)
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.base.Sink.deposit`."""
+        """See :meth:`.contract.Sink.deposit`."""
         self._contents(epoch)
         self.staging.deposit(epoch, name, data)
 
     def fetch(self, epoch: int, name: str, size: int) -> bytearray:
-        """See :meth:`.base.Sink.fetch`."""
+        """See :meth:`.contract.Sink.fetch`."""
         self._contents(epoch)
         blob = self.staging.deposited(epoch).get(name)
         return require(bytearray() if blob is None else self.staging.read(blob), size, blob is not None)
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.base.Sink.discard`."""
+        """See :meth:`.contract.Sink.discard`."""
         if self._is_at(epoch):
             if names is None:
                 self.staging.discard_all()
@@ -329,7 +330,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         return contents is not None and contents["head"]["epoch"] == epoch
 
     def drop(self) -> None:
-        """See :meth:`.base.Sink.drop`."""
+        """See :meth:`.contract.Sink.drop`."""
         contents = self._current() or {}
         end_all([self._writer(), *self._writers(contents)])
         self.cluster.remove(self.journal.topic)
@@ -346,7 +347,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
     ) -> Written | None:
-        """See :meth:`.base.Sink.write_chunk`."""
+        """See :meth:`.contract.Sink.write_chunk`."""
         contents = self._contents(epoch)
         if not self._is_open(contents, chunk, origin):
             return None
@@ -356,7 +357,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         return found
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
-        """See :meth:`.base.Sink.commit_chunks`; all in one transaction."""
+        """See :meth:`.contract.Sink.commit_chunks`; all in one transaction."""
         chosen: list[CopiedChunk] = []
 
         def decide(contents: Contents) -> Commit | None:
@@ -366,7 +367,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
                 if self._is_open(contents, each.chunk, each.origin) and each.chunk not in [c.chunk for c in chosen]:
                     self._require_room(contents, each.target, each.written)
                     found: Written = each.written
-                    change += changes.chunk_committed(each.chunk, found.watermark, found.rows, epoch)
+                    change += record_contents.chunk_committed(each.chunk, found.watermark, found.rows, epoch)
                     change += self._read_change(contents, each.target, found)
                     chosen.append(each)
             return Commit(change) if chosen else None
@@ -392,10 +393,10 @@ class KafkaSink(ChangesRecord, AppendOnly):
         finish: Callable[[], Watermark],
         before: Target | None,
     ) -> int:
-        """See :meth:`.base.Sink.replace`."""
+        """See :meth:`.contract.Sink.replace`."""
         contents = self._contents(epoch)
         if before is None:
-            self._check([target], changes.targets_of(contents))
+            self._check([target], record_contents.targets_of(contents))
         else:
             self.topics.format.require(target)
         if keys is not None:
@@ -409,7 +410,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
             if contents.get("reads", {}).get(target.table.label, {}).get("id") == found.id:
                 return None  # a try has committed them whose end was not known
             self._require_room(contents, target, found)
-            read = changes.reread(contents, target, keys, found.watermark, found.rows)
+            read = record_contents.reread(contents, target, keys, found.watermark, found.rows)
             return Commit(read + self._read_change(contents, target, found))
 
         def data() -> Iterator[Batch]:
@@ -461,7 +462,11 @@ class KafkaSink(ChangesRecord, AppendOnly):
         read = {"lsn": format_lsn(room.lsn), "seq": room.seq, "id": found.id}
         last = room.lsn if found.blobs else last_told(contents, target)
         change = Change({"reads": {label: read}, "topics": {label: telling(found.topic.name, last, found.topic.id)}})
-        return change if found.emptied is None else change + untold.note(label, found.topic.id, room.lsn, found.emptied)
+        return (
+            change
+            if found.emptied is None
+            else change + truncate_events.note(label, found.topic.id, room.lsn, found.emptied)
+        )
 
     def _require_room(self, contents: Contents, target: Target, found: Written) -> None:
         """Refuse rows that do not come behind all that is in the topic by now.
@@ -480,17 +485,17 @@ class KafkaSink(ChangesRecord, AppendOnly):
     # -- stream units ------------------------------------------------------------------------------
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.base.Sink.stage`."""
+        """See :meth:`.contract.Sink.stage`."""
         if not effects:
             return ()
         contents = self._contents(epoch)
         partition = UNITS[zlib.crc32(attempt.encode()) % len(UNITS)]
         staged = []
         for effect in effects:
-            target, relation = changes.target_of(contents, effect.label), None
+            target, relation = record_contents.target_of(contents, effect.label), None
             if effect.rows.num_rows:
                 topic = self.topics.require(contents, target)
-                rows, truncate = (effect.rows, None) if self.settings.truncates else untold.told(effect.rows)
+                rows, truncate = (effect.rows, None) if self.settings.truncates else truncate_events.told(effect.rows)
                 blob = self._put(partition, epoch, target, topic, events.settled(target, rows)) if len(rows) else None
                 told = {"last": pc.max(effect.rows.column("commit_lsn")).as_py(), "truncate": truncate}
                 relation = json.dumps({"blob": None if blob is None else blob.to_dict(), **told})
@@ -508,7 +513,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.base.Sink.commit`."""
+        """See :meth:`.contract.Sink.commit`."""
         failpoint("before-batch-commit")
         staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
         told = [(each.label, json.loads(each.relation)) for each in staged if each.relation is not None]
@@ -522,14 +527,14 @@ class KafkaSink(ChangesRecord, AppendOnly):
         def decide(contents: Contents) -> Commit | None:
             if not self._is_next(contents, start, end, pieces):
                 return None
-            targets.update({label: changes.target_of(contents, label) for label in lasts})
+            targets.update({label: record_contents.target_of(contents, label) for label in lasts})
             topics = {
                 label: telling(self.topics.name(targets[label]), last, id_told(contents, targets[label]))
                 for label, last in lasts.items()
             }
-            change = changes.unit_applied(contents, end, time.time(), noted) + Change({"topics": topics})
+            change = record_contents.unit_applied(contents, end, time.time(), noted) + Change({"topics": topics})
             for label, (lsn, seq) in truncates.items():
-                change += untold.note(label, topics[label]["id"], lsn, seq)
+                change += truncate_events.note(label, topics[label]["id"], lsn, seq)
             return Commit(change)
 
         def data() -> Iterator[Batch]:
@@ -558,7 +563,7 @@ class KafkaSink(ChangesRecord, AppendOnly):
     # -- comparing ---------------------------------------------------------------------------------
 
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
-        """See :meth:`.base.Sink.compared`."""
+        """See :meth:`.contract.Sink.compared`."""
         if self.missing([target]):
             raise UnknownTable(
                 f"the topic {self.topics.name(target)} of the target {target.schema}.{target.name} is gone",

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import requests
 from fsspec.implementations.webhdfs import WebHDFS
 
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.lake.place import beside
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.lake.storage import beside
 
 _SECONDS = 60.0
 """How long an answer is waited for; by itself, requests would for ever."""

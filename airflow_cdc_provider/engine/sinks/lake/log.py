@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from airflow_cdc_provider.engine.errors import ConnectionFailed, GateClosed
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed, GateClosed
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 
 SPAN = 50
 """So many entries stand between two that carry the contents."""

@@ -20,14 +20,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from airflow_cdc_provider.engine.errors import StagingLost
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks import changes
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.changes import Change, Contents, Step
-from airflow_cdc_provider.engine.sinks.changes_record import ChangesRecord, Commit
+from airflow_cdc_provider.engine.core.errors import StagingLost
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.lake.log import Head, Log
-from airflow_cdc_provider.engine.sinks.lake.place import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.record_log import record_contents
+from airflow_cdc_provider.engine.sinks.record_log.record import ChangesRecord, Commit
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
 
 FOLDER = "_airflow_cdc"
 """Of the sink's path. Readers of tables pass over names that begin with an underscore."""
@@ -56,7 +56,7 @@ class LakeRecord(ChangesRecord):
     mode: Literal["mirror", "changelog"]
 
     def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """The targets that no longer exist; see :meth:`.base.Sink.missing`."""
+        """The targets that no longer exist; see :meth:`.contract.Sink.missing`."""
         return ()
 
     @abstractmethod
@@ -114,7 +114,7 @@ class LakeRecord(ChangesRecord):
         with _locks[self._home]:
             while True:
                 head = self._head(epoch)
-                if epoch is not None and (step := changes.step_of(head.contents)) is not None:
+                if epoch is not None and (step := record_contents.step_of(head.contents)) is not None:
                     if not self._is_done_by_another(step):
                         self._roll_forward(head)
                     continue
@@ -123,7 +123,7 @@ class LakeRecord(ChangesRecord):
                     return None
                 change = commit.now
                 if commit.work is not None:
-                    change += changes.decided(head.number + 1, commit.work, commit.then)
+                    change += record_contents.decided(head.number + 1, commit.work, commit.then)
                 appended = self._log.append(head, change, what)
                 if appended is None:
                     continue
@@ -150,38 +150,38 @@ class LakeRecord(ChangesRecord):
         while time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
             head = self._log.head()
-            if head is None or changes.step_of(head.contents) != step:
+            if head is None or record_contents.step_of(head.contents) != step:
                 return True
         return False
 
     def _completed(self, head: Head) -> Head:
         """Have the step that is open in ``head`` carried out, by this process or another."""
         number = head.number
-        while (step := changes.step_of(head.contents)) is not None and step.number <= number:
+        while (step := record_contents.step_of(head.contents)) is not None and step.number <= number:
             self._roll_forward(head)
             head = self._head(None)
         return head
 
     def _roll_forward(self, head: Head) -> None:
         """Carry out the step that is open in ``head``, and say so unless another has appended meanwhile."""
-        step = changes.step_of(head.contents)
+        step = record_contents.step_of(head.contents)
         assert step is not None
         failpoint("before-step")
         self._carry_out(head.contents, step)
         failpoint("after-step")
-        self._log.append(head, changes.carried_out(step), f"carried out {step.number}")
+        self._log.append(head, record_contents.carried_out(step), f"carried out {step.number}")
 
     # -- the record ---------------------------------------------------------------------------------
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.base.Sink.identity`: a number that the store is given when it is first asked."""
+        """See :meth:`.contract.Sink.identity`: a number that the store is given when it is first asked."""
         name = f"{FOLDER}/{_STORE}"
         while (found := self.root.read(name)) is None:
             self.root.create(name, uuid.uuid4().hex.encode())
         return {"store": found.decode()}
 
     def end_sessions(self) -> None:
-        """See :meth:`.base.Sink.end_sessions`; there are none, and an overtaken run cannot commit.
+        """See :meth:`.contract.Sink.end_sessions`; there are none, and an overtaken run cannot commit.
 
         What has been decided will be in the record; it is carried out, so that whoever reads that next goes on from it.
         """
@@ -189,16 +189,16 @@ class LakeRecord(ChangesRecord):
             self._completed(head)
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`. As targets are what they are by all that has been decided, that is carried
-        out first: a part that enters a run looks for them before it reads where the record ends."""
+        """See :meth:`.contract.Sink.missing`. As targets are what they are by all that has been decided, that is
+        carried out first: a part that enters a run looks for them before it reads where the record ends."""
         head = self.head()
-        step = None if head is None else changes.step_of(head.contents)
+        step = None if head is None else record_contents.step_of(head.contents)
         if head is not None and step is not None and not self._is_done_by_another(step):
             self._completed(head)
         return self._missing(self._log.head(), targets)
 
     def drop(self) -> None:
-        """See :meth:`.base.Sink.drop`."""
+        """See :meth:`.contract.Sink.drop`."""
         with _locks[self._home]:
             while (head := self._log.head()) is not None and not self._log.drop(head):
                 pass
@@ -212,20 +212,20 @@ class LakeRecord(ChangesRecord):
         return self._home / "staging" / kind / str(epoch)
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.Sink.sweep`; nothing, either, while a step is open, which still needs what is staged."""
+        """See :meth:`.contract.Sink.sweep`; nothing, either, while a step is open, which still needs what is staged."""
         head = self._log.head()
-        if head is None or changes.step_of(head.contents) is not None:
+        if head is None or record_contents.step_of(head.contents) is not None:
             return
         for kind in ("units", "chunks"):
             self._remove_epochs(f"staging/{kind}", epoch, own=kind == "units")
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.base.Sink.deposit`."""
+        """See :meth:`.contract.Sink.deposit`."""
         self._contents(epoch)
         self._home.replace(f"deposits/{epoch}/{name}", bytes(data))
 
     def fetch(self, epoch: int, name: str, size: int) -> bytearray:
-        """See :meth:`.base.Sink.fetch`."""
+        """See :meth:`.contract.Sink.fetch`."""
         self._contents(epoch)
         found = self._home.read(f"deposits/{epoch}/{name}")
         if found is None or len(found) != size:
@@ -236,7 +236,7 @@ class LakeRecord(ChangesRecord):
         return bytearray(found)
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.base.Sink.discard`."""
+        """See :meth:`.contract.Sink.discard`."""
         if names is None:
             self._remove_epochs("deposits", epoch, own=True)
         for name in names or ():

@@ -1,7 +1,7 @@
 """The epoch of a pipeline on a MySQL server: who may commit, and who may change tables.
 
 Every commit locks the epoch's row, so that taking the epoch waits for commits in flight, and an overtaken writer is
-refused. Who does DDL holds a lock by name as well, see :mod:`.pending`.
+refused. Who does DDL holds a lock by name as well, see :mod:`.pending_ddl`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from airflow_cdc_provider.engine.errors import Blocked, Fenced, GateClosed
-from airflow_cdc_provider.engine.failpoint import failpoint
+from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed
+from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
-from airflow_cdc_provider.engine.sinks.mysql.pending import is_pending, settle
+from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import is_pending, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class MysqlFence:
         return int(applied)
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.Sink.take_epoch`."""
+        """See :meth:`.contract.Sink.take_epoch`."""
         failpoint("before-epoch")
         epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
         failpoint("after-epoch")
@@ -155,12 +155,12 @@ class MysqlFence:
             return step()
 
     def end_sessions(self) -> None:
-        """See :meth:`.base.Sink.end_sessions`."""
+        """See :meth:`.contract.Sink.end_sessions`."""
         with session(Address.parse(self.dsn)) as opened:
             opened.end_others(self.pipeline, self.part)
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.base.Sink.fenced`."""
+        """See :meth:`.contract.Sink.fenced`."""
         with self._transaction(epoch, "share"):
             yield

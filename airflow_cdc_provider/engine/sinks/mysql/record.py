@@ -10,16 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.errors import GateClosed, SecondWriter
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.core.errors import GateClosed, SecondWriter
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
-from airflow_cdc_provider.engine.sinks.mysql.pending import begin_again, is_pending
+from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import begin_again, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
-from airflow_cdc_provider.engine.sinks.mysql.targets import MysqlTargets
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.sinks.mysql.target_tables import MysqlTargets
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 # Each is created by a statement that commits by itself. "pipelines" comes last: where it is, the others are.
 _RECORD_TABLES = {
@@ -72,7 +72,7 @@ class MysqlRecord(MysqlTargets):
     # -- the record --------------------------------------------------------------------------------
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.base.Sink.identity`."""
+        """See :meth:`.contract.Sink.identity`."""
         with session(Address.parse(self.dsn)) as opened:
             return dict(
                 opened.rows(
@@ -81,7 +81,7 @@ class MysqlRecord(MysqlTargets):
             )
 
     def record(self) -> Record | None:
-        """See :meth:`.base.Sink.record`."""
+        """See :meth:`.contract.Sink.record`."""
         with self._session() as opened:
             lacking = _lacking(opened)
             if "pipelines" in lacking and not _left_behind(opened, set(_RECORD_NAMES).difference(lacking)):
@@ -134,7 +134,7 @@ class MysqlRecord(MysqlTargets):
         return Table.from_dict(json.loads(found[0][0])) if found else target.table
 
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """See :meth:`.base.Sink.note_source`."""
+        """See :meth:`.contract.Sink.note_source`."""
         with self._transaction(epoch, "update") as (opened, _):
             self._note(opened, values)
 
@@ -146,7 +146,7 @@ class MysqlRecord(MysqlTargets):
         )
 
     def forget(self, epoch: int, labels: Sequence[str]) -> None:
-        """See :meth:`.base.Sink.forget`."""
+        """See :meth:`.contract.Sink.forget`."""
         with self._transaction(epoch, "update") as (opened, _):
             for label in labels:
                 self._forget(opened, label)
@@ -158,7 +158,7 @@ class MysqlRecord(MysqlTargets):
             )
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`."""
+        """See :meth:`.contract.Sink.missing`."""
         with self._session() as opened:
             # A table that is recorded as read may still have to take its place.
             if opened.exists("airflow_cdc", "pending") and is_pending(opened, self.pipeline):
@@ -177,7 +177,7 @@ class MysqlRecord(MysqlTargets):
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.base.Sink.prepare`.
+        """See :meth:`.contract.Sink.prepare`.
 
         Tables are created before the record's transaction. A crash in between leaves empty ones that say whose they
         are, and are taken for what they are next time; an error removes them.
@@ -232,7 +232,7 @@ class MysqlRecord(MysqlTargets):
                 opened.commit()
 
     def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.base.Sink.add`."""
+        """See :meth:`.contract.Sink.add`."""
         self._insistently(lambda: self._add(epoch, targets, chunks))
         failpoint("after-plan")
 
@@ -256,7 +256,7 @@ class MysqlRecord(MysqlTargets):
         start: int,
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.base.Sink.restart`.
+        """See :meth:`.contract.Sink.restart`.
 
         Target tables keep the definition that they have, until the rows that replace theirs are there.
         """

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.core.errors import (
     Blocked,
     CdcError,
     ConfigError,
@@ -39,7 +39,7 @@ from airflow_cdc_provider.engine.errors import (
 from airflow_cdc_provider.engine.sinks.mysql import transport
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.sinks.mysql.wire import WaryConnection
+    from airflow_cdc_provider.engine.sinks.mysql.safe_connection import WaryConnection
 
 LOCK_SECONDS = 60.0
 """How long a transaction in the sink waits for a lock."""
@@ -152,7 +152,7 @@ class Address:
         :raises UntrustedServer: when it would not be protected as :mod:`.transport` says.
         """
         driver()
-        from airflow_cdc_provider.engine.sinks.mysql.wire import WaryConnection
+        from airflow_cdc_provider.engine.sinks.mysql.safe_connection import WaryConnection
 
         context = transport.context(self.options)
         connection = WaryConnection(

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from airflow_cdc_provider.engine.section import as_text, one_of
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.core.section import as_text, one_of
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.catalog import Table
-    from airflow_cdc_provider.engine.config import Pipeline
-    from airflow_cdc_provider.engine.connection import Connection
-    from airflow_cdc_provider.engine.findings import Checks
-    from airflow_cdc_provider.engine.section import Section
-    from airflow_cdc_provider.engine.sinks.base import Sink
+    from airflow_cdc_provider.engine.core.findings import Checks
+    from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.postgres.connection import Connection
+    from airflow_cdc_provider.engine.sinks.contract import Sink
+    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 def as_mysql_uri(value: object) -> str:

@@ -3,7 +3,8 @@
 The commit record and the staging tables stand in the database ``airflow_cdc`` of the target server. Executors load the
 effects of a piece into staging tables of their own; the driver then applies all pieces of a unit, checks the epoch, and
 records the unit, in one transaction. Chunks are committed by the task that read them: rows, watermark and epoch check
-are one transaction too. Where a table has to be changed by DDL, which no transaction holds, :mod:`.pending` says how.
+are one transaction too. Where a table has to be changed by DDL, which no transaction holds, :mod:`.pending_ddl` says
+how.
 """
 
 from __future__ import annotations
@@ -16,32 +17,26 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.condition import find_trouble
-from airflow_cdc_provider.engine.connection import Connection
-from airflow_cdc_provider.engine.errors import (
-    CannotFollow,
-    ConfigError,
-    StagingLost,
-    StreamFailed,
-    UnknownTable,
-)
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.row_side import row_sides
-from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, Target, Watermark
-from airflow_cdc_provider.engine.sinks.mysql.definition import create_table
-from airflow_cdc_provider.engine.sinks.mysql.pending import alter, announce, settle
+from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
+from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, StagingLost, StreamFailed, UnknownTable
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.postgres.connection import Connection
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Target, Watermark
+from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted, row_of
-from airflow_cdc_provider.engine.sinks.mysql.tables import FIRST_READ, TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.staging_tables import FIRST_READ, TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 
 @dataclass(frozen=True)
 class MysqlSink(MysqlUnits):
-    """A pipeline's place on a MySQL server; see :class:`.base.Sink` and, for its fields, the record."""
+    """A pipeline's place on a MySQL server; see :class:`.contract.Sink` and, for its fields, the record."""
 
     # -- chunks and re-reads -----------------------------------------------------------------------
 
@@ -54,7 +49,7 @@ class MysqlSink(MysqlUnits):
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
     ) -> int | None:
-        """See :meth:`.base.Sink.write_chunk`."""
+        """See :meth:`.contract.Sink.write_chunk`."""
         whole = chunk.whole
 
         def is_wanted(opened: Session) -> bool:
@@ -121,7 +116,7 @@ class MysqlSink(MysqlUnits):
         return count
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int]:
-        """See :meth:`.base.Sink.commit_chunks`: their tasks have committed them."""
+        """See :meth:`.contract.Sink.commit_chunks`: their tasks have committed them."""
         return [each.written for each in copied]
 
     def replace(
@@ -133,7 +128,7 @@ class MysqlSink(MysqlUnits):
         finish: Callable[[], Watermark],
         before: Target | None,
     ) -> int:
-        """See :meth:`.base.Sink.replace`."""
+        """See :meth:`.contract.Sink.replace`."""
 
         def note(opened: Session, watermark: Watermark, count: int) -> None:
             self._note_reread(opened, epoch, target, keys, watermark, count)
@@ -212,7 +207,7 @@ class MysqlSink(MysqlUnits):
     # -- other definitions -------------------------------------------------------------------------
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.base.Sink.redefine`."""
+        """See :meth:`.contract.Sink.redefine`."""
         failpoint("before-redefinition")
         with self._alone(epoch) as opened:
             clauses = self._alteration(opened, self._shape(opened, before), after, rows_stay=True)
@@ -362,7 +357,7 @@ class MysqlSink(MysqlUnits):
     # -- questions ---------------------------------------------------------------------------------
 
     def check_condition(self, target: Target, where: str) -> None:
-        """See :meth:`.base.Sink.check_condition`; in a changelog rows are found by the source's keys alone.
+        """See :meth:`.contract.Sink.check_condition`; in a changelog rows are found by the source's keys alone.
 
         The condition is read as SQL of the target, with the names and strings of Postgres.
         """
@@ -380,7 +375,7 @@ class MysqlSink(MysqlUnits):
                     ) from e
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See :meth:`.base.Sink.matching_keys`."""
+        """See :meth:`.contract.Sink.matching_keys`."""
         if self.mode == "changelog":
             return frozenset()
         self._require_condition(where)
@@ -399,7 +394,7 @@ class MysqlSink(MysqlUnits):
     def members(
         self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
     ) -> Sequence[tuple[int, int]]:
-        """See :meth:`.base.Sink.members`; the keys of a changelog are one if their texts are."""
+        """See :meth:`.contract.Sink.members`; the keys of a changelog are one if their texts are."""
         if self.mode == "changelog":
             places = {member: place for place, member in enumerate(members)}
             texts = zip(*(column.to_pylist() for column in keys), strict=True)
@@ -408,7 +403,7 @@ class MysqlSink(MysqlUnits):
             return TableStatements(opened, target, self.mode).members(members, keys)
 
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
-        """See :meth:`.base.Sink.compared`."""
+        """See :meth:`.contract.Sink.compared`."""
         if self.missing([target]):
             raise UnknownTable(
                 f"the target table {target.schema}.{target.name} does not exist",
@@ -417,7 +412,7 @@ class MysqlSink(MysqlUnits):
         return row_sides(source, target, self.mode, self.rows)
 
     def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
-        """A target's rows as Postgres's texts, see :data:`.row_side.Rows`; all of one moment."""
+        """A target's rows as Postgres's texts, see :data:`.fetched_side.Rows`; all of one moment."""
         with self._session() as opened:
             opened.begin_snapshot()
             yield from TableStatements(opened, target, self.mode).rows(keys)

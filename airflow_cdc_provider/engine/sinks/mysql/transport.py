@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, TypeAlias, cast
 
-from airflow_cdc_provider.engine.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError
 
 SslMode: TypeAlias = Literal["disabled", "required", "verify_ca", "verify_identity"]
 

@@ -27,8 +27,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.catalog import Column, Table
-from airflow_cdc_provider.engine.errors import UncapturableTable
+from airflow_cdc_provider.engine.core.errors import UncapturableTable
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
 
 INDEX_BYTES = 3072
 """What an index of InnoDB takes of a row."""

@@ -7,18 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.effects import MISSING, Effect
-from airflow_cdc_provider.engine.errors import (
-    Fenced,
-    GateClosed,
-    StagingLost,
-)
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks.base import MissingValues, Staged, StagedPiece
+from airflow_cdc_provider.engine.changes.effects import MISSING, Effect
+from airflow_cdc_provider.engine.core.errors import Fenced, GateClosed, StagingLost
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.sinks.contract import MissingValues, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, row_of
-from airflow_cdc_provider.engine.sinks.mysql.tables import TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
 
 _FRAGMENT_BYTES = 1 << 20
 
@@ -28,7 +24,7 @@ class MysqlUnits(MysqlRecord):
     """How units of the stream come into the target tables, and what is too large to pass through Spark."""
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.base.Sink.deposit`: rows of a table, in fragments that a packet holds."""
+        """See :meth:`.contract.Sink.deposit`: rows of a table, in fragments that a packet holds."""
         with self._transaction(epoch, "share") as (opened, _):
             view = memoryview(data)
             for number, at in enumerate(range(0, len(view), _FRAGMENT_BYTES)):
@@ -38,7 +34,7 @@ class MysqlUnits(MysqlRecord):
                 )
 
     def fetch(self, epoch: int, name: str, size: int) -> bytearray:
-        """See :meth:`.base.Sink.fetch`."""
+        """See :meth:`.contract.Sink.fetch`."""
         data = bytearray()
         with self._transaction(epoch, "share") as (opened, _):
             query = "SELECT fragment FROM airflow_cdc.deposits WHERE pipeline = %s AND name = %s AND number = %s"
@@ -54,7 +50,7 @@ class MysqlUnits(MysqlRecord):
         return data
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.base.Sink.discard`."""
+        """See :meth:`.contract.Sink.discard`."""
         with contextlib.suppress(Fenced), self._transaction(epoch, "share") as (opened, _):
             delete = "DELETE FROM airflow_cdc.deposits WHERE pipeline = %s"
             if names is None:
@@ -63,7 +59,7 @@ class MysqlUnits(MysqlRecord):
                 opened.run(f"{delete} AND name = %s", [self.pipeline, name])
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.base.Sink.stage`.
+        """See :meth:`.contract.Sink.stage`.
 
         The tables are created before the transaction in which they are filled. If the run has been overtaken in
         between, they are left empty, and swept.
@@ -100,7 +96,7 @@ class MysqlUnits(MysqlRecord):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.base.Sink.commit`."""
+        """See :meth:`.contract.Sink.commit`."""
         failpoint("before-batch-commit")
         with self._transaction(epoch, "update") as (opened, applied):
             skip = applied >= end
@@ -137,7 +133,7 @@ class MysqlUnits(MysqlRecord):
         return not skip
 
     def rehearse(self, epoch: int, pieces: Sequence[StagedPiece]) -> None:
-        """See :meth:`.base.Rehearsing.rehearse`."""
+        """See :meth:`.contract.Rehearsing.rehearse`."""
         with self._transaction(epoch, "update") as (opened, _):
             self._apply(opened, pieces)
             opened.rollback()
@@ -189,7 +185,7 @@ class MysqlUnits(MysqlRecord):
             )
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.Sink.sweep`."""
+        """See :meth:`.contract.Sink.sweep`."""
         with contextlib.suppress(Fenced), self._alone(epoch) as opened:
             self._drop_tables(opened)
 
@@ -200,7 +196,7 @@ class MysqlUnits(MysqlRecord):
                 opened.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', str(name))}")
 
     def drop(self) -> None:
-        """See :meth:`.base.Sink.drop`."""
+        """See :meth:`.contract.Sink.drop`."""
         with self._alone() as opened:
             if not opened.exists("airflow_cdc", "pipelines"):
                 return

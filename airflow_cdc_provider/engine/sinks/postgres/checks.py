@@ -12,27 +12,26 @@ from functools import partial
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.config import Pipeline
-from airflow_cdc_provider.engine.connection import Connection, connect, describe, row, rows, scalar
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     ForeignTable,
     MissingPrivilege,
     ServerNotReady,
     SinkIsSource,
 )
-from airflow_cdc_provider.engine.findings import Caution, Checks, Finding
-from airflow_cdc_provider.engine.preflight import target_name
-from airflow_cdc_provider.engine.privileges import (
+from airflow_cdc_provider.engine.core.findings import Caution, Checks, Finding
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import Connection, connect, describe, row, rows, scalar
+from airflow_cdc_provider.engine.postgres.privileges import (
     may_execute,
     quoted_user,
     schema_privileges,
     table_privileges,
     takes_writes,
 )
-from airflow_cdc_provider.engine.sinks.base import Target
-from airflow_cdc_provider.engine.sinks.postgres.definition import wanted_columns
+from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.postgres.obstacles import (
     find_cautions,
     find_code_of_others,
@@ -40,15 +39,16 @@ from airflow_cdc_provider.engine.sinks.postgres.obstacles import (
     listed,
     require_clear,
 )
-from airflow_cdc_provider.engine.sinks.postgres.packed import require_width
-from airflow_cdc_provider.engine.sinks.postgres.prepared import (
+from airflow_cdc_provider.engine.sinks.postgres.packed_rows import require_width
+from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import (
     future_columns,
     misfits,
     require_kept,
     target_columns,
 )
 from airflow_cdc_provider.engine.sinks.postgres.settings import PostgresSettings
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.sinks.postgres.target_tables import wanted_columns
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 _SCHEMA = "airflow_cdc"
 _RECORDS = ("pipelines", "tables", "chunks")

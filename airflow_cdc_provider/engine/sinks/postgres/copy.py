@@ -21,7 +21,7 @@ import pyarrow.csv as pa_csv
 from psycopg.postgres import types
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.connection import Connection, rows
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows
 
 # Every value is quoted and a NULL is not, so that '' and NULL stay apart.
 _CSV = pa_csv.WriteOptions(include_header=False, quoting_style="all_valid")

@@ -5,7 +5,7 @@ Input functions of Postgres round, cut and pad without a word: what takes a text
 
 from __future__ import annotations
 
-from airflow_cdc_provider.engine.type_shape import TypeShape
+from airflow_cdc_provider.engine.core.type_shape import TypeShape
 
 _UNBOUNDED = ("text", "character varying")
 _BITS = ("bit", '"bit"', "bit varying")

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.connection import Connection, rows, scalar
-from airflow_cdc_provider.engine.errors import ForeignTable, Refused, TargetConflict
-from airflow_cdc_provider.engine.sinks.base import Target
+from airflow_cdc_provider.engine.core.errors import ForeignTable, Refused, TargetConflict
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.sinks.contract import Target
 
 Mode = Literal["mirror", "changelog"]
 

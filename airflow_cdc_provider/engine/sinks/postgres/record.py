@@ -18,19 +18,40 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.catalog import Table
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.connection import Connection, connect, connected, describe, named, row, rows, scalar
-from airflow_cdc_provider.engine.errors import Blocked, CdcError, ConnectionFailed, Fenced, GateClosed, SecondWriter
-from airflow_cdc_provider.engine.evolution import redefinition
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.locks import HOLDERS
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.sinks.base import ChunkRecord, Record, Target, Watermark
-from airflow_cdc_provider.engine.sinks.postgres.definition import adopt_target, prepare_target, record_target, redefine
-from airflow_cdc_provider.engine.sinks.postgres.refusals import is_of_another, of_sink, refusal_of
-from airflow_cdc_provider.engine.sinks.postgres.tables import TableStatements
-from airflow_cdc_provider.engine.visibility import Snapshot
+from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.core.errors import (
+    Blocked,
+    CdcError,
+    ConnectionFailed,
+    Fenced,
+    GateClosed,
+    SecondWriter,
+)
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.postgres.connection import (
+    Connection,
+    connect,
+    connected,
+    describe,
+    named,
+    row,
+    rows,
+    scalar,
+)
+from airflow_cdc_provider.engine.postgres.lock_holders import HOLDERS
+from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.sinks.postgres.refused_values import is_of_another, of_sink, refusal_of
+from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.target_tables import (
+    adopt_target,
+    prepare_target,
+    record_target,
+    redefine,
+)
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 _RECORD_TABLES = """
 CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (
@@ -133,7 +154,7 @@ class PostgresRecord:
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.base.Sink.prepare`."""
+        """See :meth:`.contract.Sink.prepare`."""
         self._insistently(lambda: self._prepare(targets, chunks, identity, start, ours, rehearsal))
         if not rehearsal:
             failpoint("after-plan")
@@ -175,7 +196,7 @@ class PostgresRecord:
             failpoint("before-plan")
 
     def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.base.Sink.add`."""
+        """See :meth:`.contract.Sink.add`."""
         self._insistently(lambda: self._add(epoch, targets, chunks))
         failpoint("after-plan")
 
@@ -209,7 +230,7 @@ class PostgresRecord:
         start: int,
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.base.Sink.restart`."""
+        """See :meth:`.contract.Sink.restart`."""
         with self._transaction(rehearsal) as connection:
             self._fence(connection, epoch, "FOR UPDATE")
             recorded = self._targets(connection)
@@ -232,7 +253,7 @@ class PostgresRecord:
             )
 
     def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """See :meth:`.base.Sink.note_source`."""
+        """See :meth:`.contract.Sink.note_source`."""
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR UPDATE")
             self._note(connection, values)
@@ -243,13 +264,13 @@ class PostgresRecord:
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.base.CommitRecord.fenced`."""
+        """See :meth:`.contract.CommitRecord.fenced`."""
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
             yield
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.base.Sink.missing`."""
+        """See :meth:`.contract.Sink.missing`."""
         with self._transaction() as connection:
             return tuple(target for target in targets if not _exists(connection, target))
 
@@ -261,7 +282,7 @@ class PostgresRecord:
         redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False, convert=self.convert)
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.base.CommitRecord.identity`."""
+        """See :meth:`.contract.CommitRecord.identity`."""
         query = (
             "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
             " (SELECT oid::bigint FROM pg_database WHERE datname = current_database())"
@@ -271,7 +292,7 @@ class PostgresRecord:
         return {"system": system, "database": database}
 
     def record(self) -> Record | None:
-        """See :meth:`.base.CommitRecord.record`."""
+        """See :meth:`.contract.CommitRecord.record`."""
         with self._transaction(writes=False) as connection:
             # Looked up at once: another pipeline may be creating them right now.
             present = {name for (name,) in rows(connection, _PRESENT, [list(_RECORD_NAMES)])}
@@ -326,7 +347,7 @@ class PostgresRecord:
             )
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.base.CommitRecord.take_epoch`."""
+        """See :meth:`.contract.CommitRecord.take_epoch`."""
         failpoint("before-epoch")
         epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
         failpoint("after-epoch")
@@ -359,7 +380,7 @@ class PostgresRecord:
             return step()
 
     def end_sessions(self) -> None:
-        """See :meth:`.base.CommitRecord.end_sessions`."""
+        """See :meth:`.contract.CommitRecord.end_sessions`."""
         # The names of the parts begin with that of the pipeline, which has no space.
         theirs = (
             "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"

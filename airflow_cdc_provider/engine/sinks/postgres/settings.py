@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from airflow_cdc_provider.engine.section import as_postgres_uri, as_text, one_of
-from airflow_cdc_provider.engine.sinks.settings import Mode
+from airflow_cdc_provider.engine.core.section import as_postgres_uri, as_text, one_of
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.catalog import Table
-    from airflow_cdc_provider.engine.config import Pipeline
-    from airflow_cdc_provider.engine.connection import Connection
-    from airflow_cdc_provider.engine.findings import Checks
-    from airflow_cdc_provider.engine.section import Section
-    from airflow_cdc_provider.engine.sinks.base import Sink
+    from airflow_cdc_provider.engine.core.findings import Checks
+    from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+    from airflow_cdc_provider.engine.postgres.connection import Connection
+    from airflow_cdc_provider.engine.sinks.contract import Sink
+    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class PostgresSettings:
     @property
     def place(self) -> str:
         """See :attr:`.SinkSettings.place`."""
-        from airflow_cdc_provider.engine.connection import describe
+        from airflow_cdc_provider.engine.postgres.connection import describe
 
         return describe(self.dsn)
 
     @property
     def secrets(self) -> Sequence[str]:
         """See :attr:`.SinkSettings.secrets`."""
-        from airflow_cdc_provider.engine.connection import passwords
+        from airflow_cdc_provider.engine.postgres.connection import passwords
 
         return passwords(self.dsn)
 
@@ -76,6 +76,6 @@ class PostgresSettings:
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""
-        from airflow_cdc_provider.engine.connection import dataset
+        from airflow_cdc_provider.engine.postgres.connection import dataset
 
         return dataset(self.dsn, schema, name)

@@ -22,15 +22,14 @@ import pyarrow as pa
 from psycopg.postgres import types
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.connection import Connection, connected, rows, scalar
-from airflow_cdc_provider.engine.effects import COUNT, MISSING, Effect
-from airflow_cdc_provider.engine.errors import Fenced, GateClosed, StagingLost, StreamFailed
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks.base import (
+from airflow_cdc_provider.engine.changes.effects import COUNT, MISSING, Effect
+from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.errors import Fenced, GateClosed, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows, scalar
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.contract import (
     CopiedChunk,
     Copyable,
     MissingValues,
@@ -40,15 +39,16 @@ from airflow_cdc_provider.engine.sinks.base import (
     Target,
     Watermark,
 )
+from airflow_cdc_provider.engine.sinks.postgres.compared import changelog_sides, mirror_sides, target_rows
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
-from airflow_cdc_provider.engine.sinks.postgres.definition import prepare_target, redefine
-from airflow_cdc_provider.engine.sinks.postgres.deposit import read_deposit, write_deposit
-from airflow_cdc_provider.engine.sinks.postgres.gathered import gather
-from airflow_cdc_provider.engine.sinks.postgres.key import TargetKey
+from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
+from airflow_cdc_provider.engine.sinks.postgres.large_pieces import read_deposit, write_deposit
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
-from airflow_cdc_provider.engine.sinks.postgres.refusals import refusals
-from airflow_cdc_provider.engine.sinks.postgres.sides import changelog_sides, mirror_sides, target_rows
-from airflow_cdc_provider.engine.sinks.postgres.tables import FIRST_READ, TableStatements, rows_to_stage
+from airflow_cdc_provider.engine.sinks.postgres.refused_values import refusals
+from airflow_cdc_provider.engine.sinks.postgres.shared_staging import gather
+from airflow_cdc_provider.engine.sinks.postgres.staging_tables import FIRST_READ, TableStatements, rows_to_stage
+from airflow_cdc_provider.engine.sinks.postgres.target_tables import prepare_target, redefine
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ _NAMED = 100  # tables by a statement at most
 
 @dataclass(frozen=True)
 class PostgresSink(PostgresRecord):
-    """A pipeline's place in a Postgres database; see :class:`.base.Sink` and, for its fields, the record."""
+    """A pipeline's place in a Postgres database; see :class:`.contract.Sink` and, for its fields, the record."""
 
     # -- chunks and re-reads -----------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class PostgresSink(PostgresRecord):
         batches: Iterator[pa.RecordBatch],
         finish: Callable[[], Watermark],
     ) -> int | None:
-        """See :meth:`.base.Sink.write_chunk`."""
+        """See :meth:`.contract.Sink.write_chunk`."""
         with self._transaction() as connection:
             applied = self._fence(connection, epoch, "FOR SHARE")
             # The record's row is locked until the chunk is committed: who notes another origin waits for that.
@@ -117,7 +117,7 @@ class PostgresSink(PostgresRecord):
         return count
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int]:
-        """See :meth:`.base.Sink.commit_chunks`: their tasks have committed them."""
+        """See :meth:`.contract.Sink.commit_chunks`: their tasks have committed them."""
         return [each.written for each in copied]
 
     def replace(
@@ -129,7 +129,7 @@ class PostgresSink(PostgresRecord):
         finish: Callable[[], Watermark],
         before: Target | None,
     ) -> int:
-        """See :meth:`.base.Sink.replace`."""
+        """See :meth:`.contract.Sink.replace`."""
         label = target.table.label
         with self._transaction() as connection:
             applied = self._fence(connection, epoch, "FOR UPDATE")
@@ -177,7 +177,7 @@ class PostgresSink(PostgresRecord):
         return count
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.base.Sink.redefine`."""
+        """See :meth:`.contract.Sink.redefine`."""
         failpoint("before-redefinition")
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR UPDATE")
@@ -185,7 +185,7 @@ class PostgresSink(PostgresRecord):
         failpoint("after-redefinition")
 
     def forget(self, epoch: int, labels: Sequence[str]) -> None:
-        """See :meth:`.base.Sink.forget`."""
+        """See :meth:`.contract.Sink.forget`."""
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR UPDATE")
             for table in ("chunks", "tables"):
@@ -221,13 +221,13 @@ class PostgresSink(PostgresRecord):
         return batch.filter(pa.array(members))
 
     def check_condition(self, target: Target, where: str) -> None:
-        """See :meth:`.base.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
+        """See :meth:`.contract.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
         if self.mode == "mirror":
             with connected(self.dsn) as connection:
                 TableStatements(connection, target).check_condition(where)
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See :meth:`.base.Sink.matching_keys`."""
+        """See :meth:`.contract.Sink.matching_keys`."""
         if self.mode == "changelog":
             return frozenset()
         with connected(self.dsn) as connection:
@@ -236,7 +236,7 @@ class PostgresSink(PostgresRecord):
     def members(
         self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
     ) -> Sequence[tuple[int, int]]:
-        """See :meth:`.base.Sink.members`; the keys of a changelog are one if their texts are."""
+        """See :meth:`.contract.Sink.members`; the keys of a changelog are one if their texts are."""
         if self.mode == "changelog":
             places = {member: place for place, member in enumerate(members)}
             texts = zip(*(column.to_pylist() for column in keys), strict=True)
@@ -246,14 +246,14 @@ class PostgresSink(PostgresRecord):
 
     @contextlib.contextmanager
     def compared(self, source: Connection, target: Target) -> Iterator[Sides]:
-        """See :meth:`.base.Sink.compared`."""
+        """See :meth:`.contract.Sink.compared`."""
         # Readers of a target wait while the stream reads its table again.
         with self._asked({"lock_timeout": "0"}) as sink:
             sides = mirror_sides if self.mode == "mirror" else changelog_sides
             yield sides(source, sink, target)
 
     def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
-        """See :meth:`.base.Sink.rows`; all of one moment."""
+        """See :meth:`.contract.Sink.rows`; all of one moment."""
         with self._asked({"lock_timeout": "0"}) as sink:
             yield from target_rows(sink, target, self.mode, keys)
 
@@ -281,20 +281,20 @@ class PostgresSink(PostgresRecord):
     # -- stream units ------------------------------------------------------------------------------
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.base.Sink.deposit`."""
+        """See :meth:`.contract.Sink.deposit`."""
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
             rows(connection, "SET LOCAL synchronous_commit = off")
             write_deposit(connection, self._deposit(name), data)
 
     def fetch(self, epoch: int, name: str, size: int) -> bytearray:
-        """See :meth:`.base.Sink.fetch`."""
+        """See :meth:`.contract.Sink.fetch`."""
         with self._transaction() as connection:
             self._fence(connection, epoch, "FOR KEY SHARE")
             return read_deposit(connection, self._deposit(name), size)
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.base.CommitRecord.discard`."""
+        """See :meth:`.contract.CommitRecord.discard`."""
         with contextlib.suppress(Fenced), self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
             if names is None:
@@ -306,7 +306,7 @@ class PostgresSink(PostgresRecord):
         return sql.Identifier("airflow_cdc", f"{self._deposit_prefix}{name}")
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.base.Sink.stage`."""
+        """See :meth:`.contract.Sink.stage`."""
         if not effects:
             return ()
         staged = []
@@ -362,15 +362,15 @@ class PostgresSink(PostgresRecord):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.base.Sink.commit`."""
+        """See :meth:`.contract.Sink.commit`."""
         return self._commit(epoch, start, end, iter(sorted(pieces, key=lambda piece: piece.index)), noted)
 
     def commit_as_staged(self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece]) -> bool:
-        """See :meth:`.base.Eager.commit_as_staged`."""
+        """See :meth:`.contract.Eager.commit_as_staged`."""
         return self._commit(epoch, start, end, pieces, None)
 
     def rehearse(self, epoch: int, pieces: Sequence[StagedPiece]) -> None:
-        """See :meth:`.base.Rehearsing.rehearse`."""
+        """See :meth:`.contract.Rehearsing.rehearse`."""
         with self._transaction(rehearsal=True) as connection:
             self._fence(connection, epoch, "FOR NO KEY UPDATE")
             self._apply(connection, iter(sorted(pieces, key=lambda piece: piece.index)))
@@ -490,7 +490,7 @@ class PostgresSink(PostgresRecord):
                     )
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.base.CommitRecord.sweep`."""
+        """See :meth:`.contract.CommitRecord.sweep`."""
         with contextlib.suppress(Fenced), self._transaction() as connection:
             self._fence(connection, epoch, "FOR SHARE")
             self._drop_unlogged(connection, self._staging_prefix)
@@ -507,7 +507,7 @@ class PostgresSink(PostgresRecord):
             rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
 
     def drop(self) -> None:
-        """See :meth:`.base.CommitRecord.drop`."""
+        """See :meth:`.contract.CommitRecord.drop`."""
         with self._transaction() as connection:
             if scalar(connection, "SELECT to_regclass('airflow_cdc.pipelines')") is None:
                 return

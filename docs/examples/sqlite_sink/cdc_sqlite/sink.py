@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.chunks import Chunk
-from airflow_cdc_provider.engine.connection import Connection
-from airflow_cdc_provider.engine.effects import Effect
-from airflow_cdc_provider.engine.errors import (
+from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
+from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     Fenced,
     GateClosed,
@@ -23,12 +23,19 @@ from airflow_cdc_provider.engine.errors import (
     StreamFailed,
     UnknownTable,
 )
-from airflow_cdc_provider.engine.failpoint import failpoint
-from airflow_cdc_provider.engine.lsn import format_lsn
-from airflow_cdc_provider.engine.origin import Origin
-from airflow_cdc_provider.engine.row_side import row_sides
-from airflow_cdc_provider.engine.sides import Key, Sides
-from airflow_cdc_provider.engine.sinks.base import CopiedChunk, MissingValues, Staged, StagedPiece, Target, Watermark
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.postgres.connection import Connection
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.contract import (
+    CopiedChunk,
+    MissingValues,
+    Staged,
+    StagedPiece,
+    Target,
+    Watermark,
+)
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from cdc_sqlite.record import SqliteRecord
 from cdc_sqlite.store import connected, listed, marks, quoted, transaction
 from cdc_sqlite.tables import TargetTable, place

@@ -10,7 +10,13 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from airflow_cdc_provider.engine.errors import Blocked, ConnectionFailed, StreamFailed, TargetConflict, ValueRefused
+from airflow_cdc_provider.engine.core.errors import (
+    Blocked,
+    ConnectionFailed,
+    StreamFailed,
+    TargetConflict,
+    ValueRefused,
+)
 
 WAIT_SECONDS = 60.0
 """How long a transaction waits for another one to end."""

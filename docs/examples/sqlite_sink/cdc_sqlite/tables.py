@@ -6,10 +6,10 @@ import sqlite3
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
-from airflow_cdc_provider.engine.effects import COUNT, MISSING
-from airflow_cdc_provider.engine.errors import CannotFollow, ForeignTable, TargetConflict
-from airflow_cdc_provider.engine.evolution import redefinition
-from airflow_cdc_provider.engine.sinks.base import RowsNeeded, Staged, Target
+from airflow_cdc_provider.engine.changes.effects import COUNT, MISSING
+from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ForeignTable, TargetConflict
+from airflow_cdc_provider.engine.sinks.contract import RowsNeeded, Staged, Target
 from cdc_sqlite.store import listed, marks, quoted
 
 

@@ -1,0 +1,364 @@
+"""``airflow-cdc``: the command line of a pipeline.
+
+For people by default: sentences, tables, a line of progress on long work. With
+``--json`` one object on standard output and everything else on standard error.
+Exit codes are those of :class:`.errors.ExitCode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from airflow_cdc_provider import __version__
+from airflow_cdc_provider.engine.core import signals
+from airflow_cdc_provider.engine.core.chunk_ranges import Range, parse_chunks
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ExitCode, Interrupted, values_hidden
+from airflow_cdc_provider.engine.core.section import as_seconds
+from airflow_cdc_provider.engine.core.signals import SignalCame
+from airflow_cdc_provider.engine.core.text_output import human_bytes, text_table
+
+_LOGGED = ("SparkLost", "SparkUnusable", "StreamFailed")
+"""The errors of which Spark's own words may say more."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    name = next((each for each in given[:1] if not each.startswith("-")), "airflow-cdc")
+    command: dict[str, Any] = {"name": name, "json": "--json" in given}  # as far as it can be told at once
+
+    def give_up(name: str) -> int:
+        return _tell(command["name"], command["json"], _interrupted(command["name"], name))
+
+    with signals.listening(give_up):
+        try:
+            signals.arm()
+            options = _parser().parse_args(arguments)
+            command |= {"name": options.command, "json": options.json}
+            outcome = _outcome(options)
+        except (SignalCame, KeyboardInterrupt) as e:
+            outcome = _interrupted(command["name"], e.name if isinstance(e, SignalCame) else "SIGINT")
+        signals.close()
+        code = _tell(command["name"], command["json"], outcome)
+        if arguments is None and "airflow_cdc_provider.engine.spark.jvm" in sys.modules:
+            sys.modules["airflow_cdc_provider.engine.spark.jvm"].end_jvm()  # signals would break off that, too, later
+        return code
+
+
+Outcome: TypeAlias = tuple[ExitCode, dict[str, Any] | CdcError]
+
+
+def _outcome(options: argparse.Namespace) -> Outcome:
+    """Run the command; imports what it needs, which takes a second."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # all that it says is raised as well
+    logging.getLogger("airflow_cdc_provider.engine.spark.jvm").setLevel(logging.INFO)  # it names its log
+    from airflow_cdc_provider.engine.commands.dispatch import run_command
+
+    try:
+        return run_command(options, _Progress(options.json))
+    except CdcError as e:
+        return e.exit_code, e
+
+
+def _interrupted(command: str, name: str) -> Outcome:
+    """Tell how a command ends that a signal has broken off: one that can be stopped has been, before it had begun."""
+    if command in _STOPPED:
+        return ExitCode.DONE, _STOPPED[command]
+    return Interrupted.exit_code, Interrupted(
+        f"interrupted by {name}", "Start it again: what has been committed stays, the rest is done again."
+    )
+
+
+def _tell(command: str, as_json: bool, outcome: Outcome) -> int:
+    """Print what has come of a command, write it for those who wait for a submitted job, and return the exit code."""
+    code, result = outcome
+    submission = sys.modules.get("airflow_cdc_provider.engine.state.submission")
+    error = result if isinstance(result, CdcError) else None
+    if hasattr(submission, "end_ours"):  # else a signal came before it was imported
+        submission.end_ours(int(code), result if error is None else None, error)  # type: ignore[union-attr]
+    if as_json:
+        print(json.dumps(result if error is None else {"error": error.as_dict()}))
+    elif error is not None:
+        print(f"{command}: {error.message}\n{error.solution}", file=sys.stderr)
+    elif result is _STOPPED.get(command):
+        print(f"{command} was stopped by a signal; what has been committed stays.")
+    else:
+        print(_HUMAN.get(command, _plain)(result))  # type: ignore[arg-type]
+    if error is not None and error.kind in _LOGGED:
+        _show_log()
+    return int(code)
+
+
+def _show_log() -> None:
+    """Print the end of what Spark has said, if this process has started it."""
+    jvm = sys.modules.get("airflow_cdc_provider.engine.spark.jvm")
+    words = jvm.last_words() if jvm is not None else ""
+    if jvm is not None and words and not values_hidden():
+        print(f"The end of Spark's log, {jvm.log_path()}:\n{words}", file=sys.stderr)
+
+
+class _Progress:
+    """Shows progress: one line that is rewritten on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, json_output: bool) -> None:
+        self._terminal = sys.stderr.isatty() and not json_output
+        self._last = ""
+
+    def __call__(self, command: str, progress: dict[str, Any]) -> None:
+        line = _progress_line(command, progress)
+        if line == self._last:
+            return
+        self._last = line
+        print(f"\r\x1b[K{line}" if self._terminal else line, end="" if self._terminal else "\n", file=sys.stderr)
+        sys.stderr.flush()
+
+
+def _progress_line(command: str, progress: dict[str, Any]) -> str:
+    if command == "snapshot":
+        done, total = progress["finished"], progress["chunks"]
+        bar = ("█" * round(20 * done / max(1, total))).ljust(20, "░")
+        speed = f"{progress['rows']:,} rows, {progress['rows_per_second']:,} rows/s"
+        return f"snapshot {bar} {done}/{total} chunks, {speed}"
+    if command == "stream":
+        return f"stream applied {progress['applied_lsn']}, {progress['changes']:,} changes"
+    return f"{command} {progress['table']} {progress['done']}/{progress['total']}"
+
+
+def _chunks(text: str) -> tuple[Range, ...]:
+    try:
+        return parse_chunks(text)
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(f"{e.message}. {e.solution}") from e
+
+
+def _duration(text: str) -> float:
+    try:
+        return as_seconds(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid. Give {e}.") from e
+
+
+def _offsets(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isascii() and first.isdigit() and (last or first).isascii() and (last or first).isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid. Give an offset, or the first and the last: 5-9.")
+    return int(first), int(last or first)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="airflow-cdc", description="Change data capture from Postgres on Spark.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str, *, writes: bool = True) -> argparse.ArgumentParser:
+        sub = subparsers.add_parser(name, help=text, description=text)
+        sub.add_argument("--pipeline", required=True, metavar="FILE", help="the pipeline file")
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        if writes:
+            sub.add_argument("--takeover", action="store_true", help="go on although another run is alive")
+        return sub
+
+    preflight_ = command("preflight", "Check everything, change nothing.", writes=False)
+    preflight_.add_argument("--no-spark", action="store_true", help="do not start Spark to check its executors")
+    command("provision", "Create or verify publication, slot, plan and sink record.")
+    snapshot = command("snapshot", "Work on chunks until all are finished.")
+    snapshot.add_argument(
+        "--chunks", type=_chunks, metavar="JSON", help='only these chunks: [["public.orders", first index, last], ...]'
+    )
+    stream = command("stream", "Follow the log.")
+    stream.add_argument(
+        "--until",
+        default="forever",
+        metavar="forever|caught-up|X/Y",
+        help="go on until stopped (default), until everything committed by now is applied, or until an LSN",
+    )
+    for part in (snapshot, stream):
+        part.add_argument("--epoch", type=int, help="the epoch of the run that this is a part of")
+    command("run", "Provision, snapshot, stream until caught up.")
+    command("stop", "Ask the running job to end after its current unit.", writes=False)
+    command("status", "Show where the pipeline is.", writes=False)
+    command("verify", "Compare source and sink.", writes=False)
+    maintain = command("maintain", "Join the small files of sinks that have such, remove replaced ones.", writes=False)
+    maintain.add_argument(
+        "--retention", type=_duration, metavar="DURATION", help="how long replaced files stay, such as '8h'"
+    )
+    skip = command("skip", "Pass over messages of a topic that stop the pipeline.")
+    skip.add_argument("--topic", required=True, metavar="NAME", help="the topic")
+    skip.add_argument("--partition", required=True, type=int, metavar="N", help="its partition")
+    skip.add_argument(
+        "--offset",
+        required=True,
+        action="append",
+        type=_offsets,
+        metavar="N|FIRST-LAST",
+        help="one message, or all from one to another; may be repeated",
+    )
+    drop = command("drop", "Remove slot, publication, state and sink record, never target tables.")
+    drop.add_argument("--yes", action="store_true", help="do not ask")
+    drop.add_argument("--source-gone", action="store_true", help="go on if the source cannot be reached")
+    resnapshot = command("resnapshot", "Read tables again.")
+    resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE", help="a table; may be repeated")
+    resnapshot.add_argument("--all", action="store_true", help="all tables, with a new slot and publication")
+    resnapshot.add_argument("--where", metavar="SQL", help="only rows that match on either side")
+    return parser
+
+
+_UNCOPIED: dict[str, Any] = {"chunks": None, "finished": 0, "rows": 0, "seconds": 0.0}
+_STOPPED: dict[str, dict[str, Any]] = {
+    "snapshot": _UNCOPIED,
+    "stream": {
+        "applied_lsn": None,
+        "changes": 0,
+        "tables": {},
+        "lag_bytes": None,
+        "lag_seconds": None,
+        "caught_up": False,
+    },
+    "run": {"snapshot": _UNCOPIED, "stream": None},
+}
+"""What commands return that were stopped before they had begun."""
+
+
+def _plain(result: dict[str, Any]) -> str:
+    shown = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
+    return ", ".join(
+        f"{name} {round(value, 1) if isinstance(value, float) else value}" for name, value in shown.items()
+    )
+
+
+def _status(result: dict[str, Any]) -> str:
+    slot = result["slot"]
+    lines = [
+        f"pipeline {result['pipeline']}: {result['state']}, {'' if result['consistent'] else 'not yet '}consistent"
+    ]
+    if any(server.startswith("sink") for server in result["unreachable"]):
+        lines = [f"pipeline {result['pipeline']}: {result['state']}"]
+    if result["restart"]:
+        lines.append(f"restart  {_restart(result['restart'])}")
+    if result["waiting"]:
+        lines.append(f"waiting  {result['waiting']}")
+    lines += [f"{server:8} {message}" for server, message in result["unreachable"].items()]
+    if result["applied_lsn"]:
+        behind = result["lag_bytes"] is not None
+        lag = f", lag {human_bytes(result['lag_bytes'])}, {result['lag_seconds']:.1f} s" if behind else ""
+        lines.append(f"applied  {result['applied_lsn']}{lag}")
+        if "offsets" in result:
+            lines[-1] += f", {result['lag_messages']:,} messages behind"
+            if result["held_messages"]:
+                lines.append(f"held     {result['held_messages']:,} of them by a transaction that a producer left open")
+        elif not slot and "source" not in result["unreachable"]:
+            lines.append("slot     none on the source")
+    lines += [f"skipped  {_skipped(each)}" for each in result.get("skipped", ())]
+    if len(result["sinks"]) > 1:
+        lines += [f"sink     {sink['sink']}: applied {sink['applied_lsn']}" for sink in result["sinks"]]
+    lines += [
+        f"types    {sink['sink']} converts values to its own types (sink.types: convert)"
+        for sink in result["sinks"]
+        if sink["converts"]
+    ]
+    if slot:
+        lines.append(
+            f"slot     restart_lsn {slot['restart_lsn']}, confirmed_flush_lsn {slot['confirmed_flush_lsn']},"
+            f" retains {human_bytes(slot['retained_bytes'])} of {human_bytes(slot['budget']['max_retained_bytes'])}"
+            f"{_LEVELS[slot['budget']['level']]}, {slot['wal_status']}"
+        )
+    for error in _different(result["attention"], result["last_error"]):
+        lines.append(f"error    {error['message']}. {error['solution']}")
+    chunks = [[t["table"], f"{t['finished']}/{t['chunks']}", f"{t['rows']:,}"] for t in result["tables"]]
+    return "\n".join([*lines, text_table(["table", "chunks", "rows"], chunks)])
+
+
+def _different(attention: dict[str, Any] | None, last: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What needs attention, and the last error if it is another."""
+    known = attention is not None and last is not None and attention["message"] == last["message"]
+    return [error for error in (attention, None if known else last) if error is not None]
+
+
+def _skipped(skip: dict[str, Any]) -> str:
+    """Tell of messages that are passed over."""
+    last = f"-{skip['last']}" if skip["last"] > skip["first"] else ""
+    return f"{skip['topic']}[{skip['partition']}] {skip['first']}{last}: {skip['cause']}"
+
+
+_LEVELS = {"ok": "", "warning": " (close to the budget)", "exceeded": " (beyond the budget)"}
+
+
+def _restart(restart: dict[str, Any]) -> str:
+    wait = max(0, math.ceil(restart["next_attempt_at"] - time.time()))
+    return f"attempt {restart['attempt']} of {restart['of']} {f'in {wait} s' if wait else 'now'}"
+
+
+def _named(table: dict[str, Any]) -> str:
+    """A compared table, with its sink where there are several."""
+    return f"{table['table']} in {table['sink']}" if "sink" in table else str(table["table"])
+
+
+def _verify(result: dict[str, Any]) -> str:
+    table = text_table(
+        ["table", "source rows", "target rows", "equal"],
+        [
+            [_named(t), f"{t['source_rows']:,}", f"{t['target_rows']:,}", "yes" if t["equal"] else "NO"]
+            for t in result["tables"]
+        ],
+    )
+    lines = [
+        f"{_named(t)}: {d['kind']} {json.dumps(d['key'], ensure_ascii=False)}"
+        for t in result["tables"]
+        for d in t["differences"]
+    ]
+    if result["not_compared"]:
+        lines.append(f"Not compared, as changelogs without a key: {', '.join(result['not_compared'])}.")
+    lines += [
+        f"{sink} converts values to types of its own (sink.types: convert): what these do not keep is a difference."
+        for sink in result["converting"]
+    ]
+    if not result["equal"] and not result["live"] and result["lag_bytes"]:
+        lines.append(f"No stream is running, and {human_bytes(result['lag_bytes'])} of log have not been applied.")
+    return "\n".join([table, *lines])
+
+
+def _provision(result: dict[str, Any]) -> str:
+    if result["requested"]:
+        return "The running stream has been asked to take the new tables in."
+    return (
+        f"{len(result['tables'])} tables in {result['chunks']} chunks, epoch {result['epoch']},"
+        f" applied {result['applied_lsn']}"
+    )
+
+
+def _run(result: dict[str, Any]) -> str:
+    copied, streamed = result["snapshot"], result["stream"]
+    if copied is None:
+        return "Nothing to do: the copy is complete."
+    if streamed is None:
+        return f"Stopped after {copied['finished']} of {copied['chunks']} chunks."
+    caught_up = "caught up" if streamed["caught_up"] else "stopped"
+    return (
+        f"{copied['rows']:,} rows copied, {streamed['changes']:,} changes applied,"
+        f" {caught_up} at {streamed['applied_lsn']}"
+    )
+
+
+def _maintain(result: dict[str, Any]) -> str:
+    lines = [f"{sink['sink']}: {_plain(done)}" for sink in result["sinks"] for done in sink["done"]]
+    return "\n".join(lines) or "No sink of the pipeline needs it."
+
+
+_HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "run": _run,
+    "status": _status,
+    "verify": _verify,
+    "provision": _provision,
+    "maintain": _maintain,
+    "preflight": lambda result: f"All {len(result['findings'])} checks passed.",
+    "skip": lambda result: "\n".join(f"Passed over: {_skipped(each)}" for each in result["skipped"]),
+    "stop": lambda result: f"Asked {', '.join(result['asked'])} to end." if result["asked"] else "Nothing is running.",
+}

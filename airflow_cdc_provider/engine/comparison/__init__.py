@@ -1,0 +1,1 @@
+"""Two sides of a table, and how they differ."""

@@ -1,0 +1,1 @@
+"""The language of the engine: errors, LSNs, tables, chunks, row changes, effects and records, as plain data."""

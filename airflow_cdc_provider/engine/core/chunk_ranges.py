@@ -1,0 +1,102 @@
+"""Groups of chunks, each the work of one Spark job: named by ranges of chunks, so that a group stays what it is.
+
+What a job is told does not depend on what other chunks are finished meanwhile, and so a job that is begun again works
+on the same.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import Any, TypeAlias
+
+from airflow_cdc_provider.engine.core.errors import ConfigError, values_hidden
+
+Range: TypeAlias = tuple[str, int, int]
+"""A table's label, and the first and last index of the chunks."""
+
+# The ranges of a group stand on a command line, where an argument may have 128 KiB.
+_MOST_BYTES = 100_000
+_INDEX_BYTES = 32
+# The label becomes the name of a task, for which Airflow's database has as much room.
+_LABEL_CHARACTERS = 250
+
+
+def plan_groups(unfinished: Sequence[dict[str, Any]], groups: int) -> list[dict[str, Any]]:
+    """Divide chunks into groups of about the same number.
+
+    :param unfinished: what ``commands.unfinished`` returned, in the order of tables and keys.
+    :param groups: how many groups at most, unless a group would have too many tables.
+    :returns: of each group its ``label`` and its ``chunks``, as ranges; no group is empty.
+    """
+    parts = [unfinished[start:end] for start, end in pairwise([*_starts(unfinished, groups), len(unfinished)])]
+    return [{"label": _label(part), "chunks": [list(r) for r in _ranges(part)]} for part in parts]
+
+
+def _starts(chunks: Sequence[dict[str, Any]], groups: int) -> Iterator[int]:
+    """Where groups begin: at each share of the chunks, and where the ranges of a group would become too long."""
+    shares = {len(chunks) * index // groups for index in range(groups)}
+    table, length = None, 0
+    for index, chunk in enumerate(chunks):
+        begins = index in shares
+        if begins or chunk["table"] != table:
+            table, more = chunk["table"], len(json.dumps(chunk["table"])) + _INDEX_BYTES
+            begins = begins or length + more > _MOST_BYTES
+            length = more if begins else length + more
+        if begins:
+            yield index
+
+
+def _ranges(chunks: Sequence[dict[str, Any]]) -> list[Range]:
+    """The chunks of each table as one range: finished ones in between do no harm, as nobody copies them again."""
+    tables = groupby(chunks, key=lambda chunk: chunk["table"])
+    indexes = ((table, [chunk["index"] for chunk in found]) for table, found in tables)
+    return [(table, min(found), max(found)) for table, found in indexes]
+
+
+def _label(chunks: Sequence[dict[str, Any]]) -> str:
+    """For example ``public.orders 1000 .. 5000, 4 chunks``."""
+    label = _whole_label(chunks)
+    return label if len(label) <= _LABEL_CHARACTERS else f"{label[: _LABEL_CHARACTERS - 1]}…"
+
+
+def _whole_label(chunks: Sequence[dict[str, Any]]) -> str:
+    first, last = chunks[0], chunks[-1]
+    count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
+    if first["table"] != last["table"]:
+        tables = len({chunk["table"] for chunk in chunks})
+        return f"{first['table']} … {last['table']}, {count} of {tables} tables"
+    keys = f"{first['lower']} .. {last['upper']}".strip() if first["lower"] or last["upper"] else "all rows"
+    if values_hidden():
+        keys = f"[{first['index']} .. {last['index']}]"
+    return f"{first['table']} {keys}, {count}"
+
+
+def parse_chunks(text: str) -> tuple[Range, ...]:
+    """Read the ranges of a group as they stand on a command line: a JSON list of ``[table, first, last]``.
+
+    :raises ConfigError: when they are not of that form.
+    """
+    try:
+        return tuple(_checked(json.loads(text)))
+    except (ValueError, TypeError) as e:
+        raise ConfigError(
+            f"--chunks {text[:200]!r} is not a list of ranges of chunks",
+            'Give JSON such as [["public.orders", 0, 9]]: a table, its first and its last chunk.',
+        ) from e
+
+
+def _checked(ranges: Any) -> Iterator[Range]:
+    for table, first, last in ranges:
+        if not (isinstance(table, str) and type(first) is int and type(last) is int and 0 <= first <= last):
+            raise ValueError(f"{[table, first, last]}")
+        yield table, first, last
+
+
+def part_of(chunks: Sequence[Range] | None) -> str:
+    """The name of the part of a run that works on a group; ``None`` for all chunks."""
+    if chunks is None:
+        return "snapshot"
+    return f"snapshot-{zlib.crc32(json.dumps(chunks).encode()):08x}"

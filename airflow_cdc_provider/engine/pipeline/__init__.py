@@ -1,0 +1,1 @@
+"""The pipeline file, and which kinds of sources and sinks there are."""

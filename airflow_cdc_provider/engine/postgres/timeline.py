@@ -1,0 +1,60 @@
+"""Timelines: whether a promoted standby continues the log that a position was taken from.
+
+Every promotion, and every recovery to a point in time, begins a new timeline. Up
+to the switch its log is the old one's; beyond, the old primary may have written
+what nobody has any more. The history file of a timeline says where it left each
+of its ancestors; a role with REPLICATION may read it over the replication protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psycopg import pq
+
+from airflow_cdc_provider.engine.core.errors import StreamFailed
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.postgres.connection import describe
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import execute, open_replication
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The end of an ancestor: its log up to ``lsn`` is also the descendant's."""
+
+    timeline: int
+    lsn: int
+
+
+def parse_history(text: str) -> tuple[Switch, ...]:
+    """Parse a timeline history file: a line an ancestor, with its number, the switch's LSN and a reason.
+
+    :raises ValueError: when a line is not of that form.
+    """
+    lines = (line.partition("#")[0].split(None, 2) for line in text.splitlines())
+    return tuple(Switch(int(fields[0]), parse_lsn(fields[1])) for fields in lines if fields)
+
+
+def left_at(history: tuple[Switch, ...], timeline: int) -> int | None:
+    """Where the log left ``timeline``; ``None`` when that is not among the ancestors."""
+    return next((switch.lsn for switch in history if switch.timeline == timeline), None)
+
+
+def read_history(dsn: str, timeline: int) -> tuple[Switch, ...]:
+    """Ask a server for the ancestors of its timeline.
+
+    :raises ConnectionFailed: when no replication connection can be opened.
+    :raises StreamFailed: when the server has no such history, or does not answer.
+    """
+    connection = open_replication(dsn, "airflow-cdc timeline")
+    try:
+        result = execute(connection, f"TIMELINE_HISTORY {timeline}")
+        if result is None or result.status != pq.ExecStatus.TUPLES_OK:
+            message = connection.error_message.decode(errors="replace").strip()
+            raise StreamFailed(
+                f"{describe(dsn)} does not tell the history of timeline {timeline}: {message}",
+                "Run `airflow-cdc resnapshot --all` if it has been lost, else look at the server's log.",
+            )
+        return parse_history((result.get_value(0, 1) or b"").decode(errors="replace"))
+    finally:
+        connection.finish()

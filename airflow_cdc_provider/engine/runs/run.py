@@ -1,0 +1,616 @@
+"""A run of a pipeline: who may write, under which epoch, and that it is alive.
+
+One run owns the epoch and hands it to its parts. A part beats its heart in the
+state location; a second writer is refused while that heart beats, and fenced by
+the epoch in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from types import FrameType
+from typing import Any, cast
+
+from airflow_cdc_provider.engine.core.errors import (
+    CdcError,
+    ClockDiffers,
+    ConnectionFailed,
+    ExitCode,
+    Fenced,
+    GateClosed,
+    SecondWriter,
+    StateUnwritable,
+    StreamFailed,
+)
+from airflow_cdc_provider.engine.core.signals import ending_gracefully
+from airflow_cdc_provider.engine.core.typed_json import as_type
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline, TableRule
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
+from airflow_cdc_provider.engine.postgres.slot_budget import Budget, BudgetWatch
+from airflow_cdc_provider.engine.runs.lag import Lag
+from airflow_cdc_provider.engine.runs.metrics import require_client, serving
+from airflow_cdc_provider.engine.runs.rate import Rate
+from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords, merged
+from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Record, Sink
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate, require_primary
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, end_walsender, read_slot
+from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of, slot_session
+from airflow_cdc_provider.engine.state import submission
+from airflow_cdc_provider.engine.state.announcement import announcements
+from airflow_cdc_provider.engine.state.files import (
+    STALE_SECONDS,
+    Heartbeat,
+    Owner,
+    State,
+    forget_heartbeats,
+    read_heartbeats,
+    write_heartbeat,
+)
+from airflow_cdc_provider.engine.state.history import History
+from airflow_cdc_provider.engine.state.location import refuse_others
+
+STREAM, RESNAPSHOT, PROVISION = "stream", "resnapshot", "provision"
+"""Names of parts of a run, and of the command that it begins with."""
+_log = logging.getLogger(__name__)
+_BEAT_SECONDS = 2.0
+_RELEASE_SECONDS = 5.0
+_CLOCK_SECONDS = 10.0  # clocks of hosts may differ by so much
+KILL_SECONDS = 4.0
+"""So long a job that is to be killed may take to end its unit."""
+_STOP = "stop.json"
+_ERROR = "error.json"
+
+
+def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
+    """The sink of a pipeline that has one.
+
+    :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
+    """
+    return pipeline.sink.open(pipeline.name, part)
+
+
+def commit_record_of(pipeline: Pipeline, part: str = "") -> CommitRecord:
+    """What keeps the commit record, of all sinks as one; see :func:`sink_of`."""
+    if len(pipeline.sinks) == 1:
+        return sink_of(pipeline, part)
+    return SeveralRecords([sink_of(branch, part) for branch in pipeline.branches])
+
+
+def budget_of(pipeline: Pipeline) -> Budget:
+    """The slot's budget that a pipeline file sets."""
+    return Budget(pipeline.stream.max_retained_wal, pipeline.stream.on_max_retained_wal)
+
+
+def record_if_any(pipeline: Pipeline) -> Record | None:
+    """The commit record of those sinks that have one, as one."""
+    found = (sink_of(branch).record() for branch in pipeline.branches)
+    records = [record for record in found if record is not None]
+    return merged(records) if records else None
+
+
+def existing_record(pipeline: Pipeline) -> Record:
+    """The pipeline's commit record.
+
+    :raises GateClosed: when it has never been provisioned.
+    """
+    record = commit_record_of(pipeline).record()
+    if record is None:
+        sink = "the sink" if len(pipeline.sinks) == 1 else "one of the sinks"
+        raise GateClosed(
+            f"{sink} has no commit record of pipeline {pipeline.name!r}",
+            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, restore it from a backup;"
+            " without one, run `airflow-cdc drop`, empty or drop the target tables, and `run`."
+            if pipeline.topics is not None
+            else "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
+            " `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it makes the record"
+            " anew, with publication and slot, and reads all tables again.",
+        )
+    return record
+
+
+def refuse_second_writer(state: State, epoch: int, part: str | None, takeover: bool) -> None:
+    """Refuse to go on while another process works on the pipeline.
+
+    :param epoch: the pipeline's; a process of an earlier one has been overtaken, and the sink refuses what it does.
+    :param part: look only at this part of the run; ``None`` for all.
+    :raises SecondWriter: naming the other process.
+    """
+    for beat in read_heartbeats(state):
+        working = beat.alive and beat.owner != Owner.this() and beat.epoch >= epoch
+        if working and part in (None, beat.part) and not takeover and not submission.given_up(state, beat.submission):
+            ahead = beat.at - time.time()
+            if ahead > _CLOCK_SECONDS and beat.owner.lives is None:
+                raise ClockDiffers(
+                    f"the last heartbeat of {beat.owner} ({beat.part}, epoch {beat.epoch}) is {ahead:.0f} s in the"
+                    " future: the clock of that host or of this one is wrong, so nobody can tell whether it is alive",
+                    "Set the clocks of both hosts (NTP), then try again. If that process has ended, take over with"
+                    " --takeover.",
+                )
+            raise SecondWriter(
+                f"{beat.owner} is working on this pipeline ({beat.part}, epoch {beat.epoch},"
+                f" last heartbeat {time.time() - beat.at:.0f} s ago)",
+                "Wait for it, end it with `airflow-cdc stop`, or take over with --takeover.",
+            )
+
+
+def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
+    """Become the pipeline's only writer, and end what an earlier run has left on the slot.
+
+    :returns: the epoch. What the record says afterwards may be another's already: see :func:`require_epoch`.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    :raises Fenced: when another run takes over at once.
+    :raises GateClosed: when the source is a standby.
+    """
+    record = existing_record(pipeline)
+    refuse_second_writer(state, record.epoch, None, takeover)
+    if pipeline.topics is not None:
+        return commit_record_of(pipeline).take_epoch(str(Owner.this()))
+    # Of the record, not of the file: a slot that the file names by mistake is another's.
+    slot = record.identity["slot"]
+    # Its session is opened before: one that cannot replicate must not end a run that can.
+    with connected(pipeline.source.dsn) as source, slot_session(pipeline.source, source) as session:
+        require_primary(source)
+        records = commit_record_of(pipeline)
+        epoch = records.take_epoch(str(Owner.this()))
+        end_walsender(session, slot, reader_of(pipeline.source, slot), partial(records.fenced, epoch))
+    return epoch
+
+
+def require_epoch(record: Record, epoch: int) -> None:
+    """Refuse to go on under an epoch that is no longer the pipeline's.
+
+    :raises Fenced: when another run has taken over.
+    """
+    if record.epoch != epoch:
+        raise Fenced.by("the pipeline is at", record.epoch, epoch)
+
+
+def require_latest(state: State, epoch: int) -> None:
+    """Refuse to go on when a job of a later epoch has left a heartbeat: for when the record cannot be asked.
+
+    :raises Fenced: when another run has taken over.
+    """
+    for beat in read_heartbeats(state):
+        if beat.epoch > epoch:
+            raise Fenced.by(f"{beat.owner} works under", beat.epoch, epoch)
+
+
+def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
+    """Record how the source has moved on.
+
+    :returns: what was recorded, as values of the record's ``identity``; empty without news.
+    :raises Fenced: when another run has taken over.
+    """
+    news = passage.news(record)
+    if news:
+        sink.note_source(record.epoch, news)
+    return news
+
+
+def require_targets(sink: Sink, record: Record) -> None:
+    """Refuse to go on without target tables.
+
+    :raises GateClosed: naming those that are gone.
+    """
+    gone = sink.missing(record.targets)
+    if gone:
+        names = ", ".join(f"{target.schema}.{target.name}" for target in gone)
+        tables = " ".join(f"--table {target.table.label}" for target in gone)
+        raise GateClosed(
+            f"target tables of the pipeline no longer exist: {names}",
+            f"Run `airflow-cdc resnapshot {'--all' if record.unfinished else tables}`: it creates and fills them."
+            if "slot" in record.identity
+            else "Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning of its topics.",
+        )
+
+
+@dataclass
+class _Vitals:
+    """What the branches of a part have in common."""
+
+    progress: dict[str, Any] = field(default_factory=dict)
+    began_with: str | int | None = None
+    beat_lost: CdcError | None = None
+
+
+class Run:
+    """A part of a run while it works; see :func:`run_part`.
+
+    :ivar commit_record: of all its sinks.
+    :ivar depot: the sink in which pieces of the log are deposited that are too large to pass through Spark.
+    :ivar branches: for each sink the part as if it worked for that alone; itself, if it has one.
+    """
+
+    def __init__(self, pipeline: Pipeline, state: State, part: str, epoch: int, lag: Lag | None = None) -> None:
+        self.pipeline = pipeline
+        self.state = state
+        self.part = part
+        self.epoch = epoch
+        self.commit_record = commit_record_of(pipeline, part)
+        self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot if pipeline.topics is None else "")
+        self.history = History(state, part, epoch)
+        self.lag = lag or Lag()
+        self._rate = Rate()
+        self._vitals = _Vitals()
+        self.restarts = 0
+        self.metrics_port: int | None = None
+        self._application: str | None = None
+        self._ui: str | None = None
+        self._submission = os.environ.get(submission.VARIABLE)
+        self._unwanted_since: float | None = None
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._beaten = 0.0
+        self.depot = sink_of(pipeline.branches[0], part)
+        self.branches: tuple[Run, ...] = (self,)
+        if len(pipeline.sinks) > 1:
+            self.branches = tuple(self._branch(branch) for branch in pipeline.branches)
+
+    def _branch(self, pipeline: Pipeline) -> Run:
+        branch = copy(self)
+        branch.pipeline, branch.commit_record, branch.branches = pipeline, sink_of(pipeline, self.part), (branch,)
+        return branch
+
+    @property
+    def sink(self) -> Sink:
+        """The sink of a branch."""
+        return cast(Sink, self.commit_record)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What the part has done, see ``status``; the same for all branches."""
+        return self._vitals.progress
+
+    @progress.setter
+    def progress(self, progress: dict[str, Any]) -> None:
+        self._vitals.progress = progress
+        if self._vitals.began_with is None:
+            self._vitals.began_with = self.committed
+
+    @property
+    def committed(self) -> str | int | None:
+        """What the part says that it has committed: a stream's position, a snapshot's chunks; nothing before that."""
+        found: str | int | None = self.progress.get("applied_lsn", self.progress.get("finished"))
+        return found
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the part has been asked to end, by a signal or by ``airflow-cdc stop``."""
+        return self._stop.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait, but not longer than until the part is asked to end."""
+        self._stop.wait(seconds)
+
+    def ask_to_stop(self) -> None:
+        """Let the part end after its current unit."""
+        self._stop.set()
+
+    def capture(self, rules: tuple[TableRule, ...]) -> None:
+        """Work by other rules for the source's tables from now on: the file has been edited meanwhile."""
+        for run in {self, *self.branches}:
+            run.pipeline = replace(run.pipeline, reads=replace(run.pipeline.source, tables=rules))
+
+    def name_application(self, application: str, ui: str | None) -> None:
+        """Say from now on which Spark application the part is, and at which address its web UI is."""
+        self._application, self._ui = application, ui
+
+    def look_at_slot(self) -> SlotState | None:
+        """Look how far the slot is; ``None`` when there is none, or the source cannot be reached."""
+        if self.pipeline.topics is not None:
+            return None
+        source = self.pipeline.source
+        with contextlib.suppress(ConnectionFailed, *DRIVER_ERRORS), connected(source.dsn) as connection:
+            found = read_slot(connection, source.slot)
+            if found is not None:
+                self.lag.see(found)
+            return found
+        return None
+
+    def report(self) -> dict[str, Any]:
+        """The progress of the part, see ``status``."""
+        progressed = self.committed != self._vitals.began_with
+        progress = {**self.progress, **self.lag.as_dict(), "restarts": self.restarts, "progressed": progressed}
+        if "changes" in progress:  # a stream is idle for most of its time, and its rate of before says nothing then
+            progress["rows_per_second"] = self._rate.of(progress["changes"])
+        return progress
+
+    def beat(self, ended: bool = False) -> None:
+        """Write the heartbeat and look for a request to stop."""
+        owner = Owner.this()
+        heartbeat = Heartbeat(
+            owner,
+            self.part,
+            self.epoch,
+            time.time(),
+            ended,
+            self.report(),
+            self._submission,
+            self._application,
+            self._ui,
+        )
+        write_heartbeat(self.state, heartbeat)
+        if asdict(owner) in (self.state.read_sound(_STOP, _owners) or ()):
+            self._stop.set()
+        if self._submission is not None:
+            asked = submission.askers(self.state, self._submission)
+            if asked:
+                self._stop.set()
+            if asked & submission.KILLERS and self._unwanted_since is None:
+                self._unwanted_since = time.monotonic()
+        self._beaten = time.monotonic()
+
+    def note(self, record: Record, passage: Passage) -> dict[str, Any]:
+        """Record how the source has moved on, see :func:`note_passage`, under the epoch of this run, a branch."""
+        return note_passage(self.sink, replace(record, epoch=self.epoch), passage)
+
+    def check(self) -> None:
+        """Raise what the heartbeat's thread ran into."""
+        if self._vitals.beat_lost is not None:
+            raise self._vitals.beat_lost
+
+    def try_beat(self) -> None:
+        """Beat if the state lets us. While others still take the part for alive, a failure is nothing to end it for."""
+        try:
+            self.beat()
+        except Exception as e:  # whatever a file system of fsspec raises
+            if time.monotonic() - self._beaten < STALE_SECONDS:
+                _log.warning("%s: no heartbeat: %s", self.part, e)
+                return
+            # Raised by check(), in the thread that works.
+            self._vitals.beat_lost = StateUnwritable(
+                f"the heartbeat could not be written to {self.state.url} for {STALE_SECONDS:g} seconds: {e}",
+                "Check the state location.",
+            )
+
+    def keep_beating(self) -> None:
+        """Beat until the part ends; runs in a thread."""
+        while self._vitals.beat_lost is None and not self._ended.wait(_BEAT_SECONDS):
+            self.try_beat()
+            since = self._unwanted_since
+            if since is not None and time.monotonic() - since >= KILL_SECONDS and not self._ended.is_set():
+                self._abandon()
+            if self.history.due:
+                self.remember()
+
+    def _abandon(self) -> None:
+        """End this process, whatever it is at. On a cluster nobody else can be relied on to do it."""
+        error = StreamFailed(
+            f"{self.part} was broken off {KILL_SECONDS:g} seconds after it had been asked to end",
+            "Start again: what has been committed stays.",
+        )
+        # Also when the state keeps it waiting.
+        threading.Timer(KILL_SECONDS, os._exit, [int(ExitCode.FAILED)]).start()
+        try:
+            submission.end(self.state, self._submission or "", error=submission.as_outcome(error))
+        finally:
+            os._exit(ExitCode.FAILED)
+
+    def remember(self) -> None:
+        """Write what has been done since the last time into the history."""
+        self.history.sample(self.report())
+        self.history.write()
+
+    def record_error(self, error: CdcError) -> None:
+        """Leave an error where ``status`` and Airflow find it; the part itself may go on."""
+        self.history.error(error)
+        error.noted = True
+        if not _by_later_run(self.state, self.epoch, error):
+            self.state.write(_ERROR, _as_recorded(error, self.part))
+
+    def end(self) -> None:
+        """Stop beating."""
+        self._ended.set()
+
+
+@contextmanager
+def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = False) -> Iterator[tuple[Run, Record]]:
+    """Work on a pipeline: through the gate, under an epoch, with a heart that beats.
+
+    :param part: name of the part of the run.
+    :param epoch: the epoch of the run this is a part of; ``None`` to take a new one.
+    :raises SecondWriter: when another process works on it.
+    :raises Fenced: when ``epoch`` is no longer the pipeline's.
+    :raises GateClosed: when the source cannot continue the sink's record.
+    :raises ConfigError: when it is to serve metrics, and cannot; or when the state is that of another pipeline.
+    """
+    require_client(pipeline)
+    state = State(pipeline.state)
+    refuse_others(state, pipeline.name)
+    existing_record(pipeline)  # without one there is no state yet, in which an error could be left
+    try:
+        record = _enter(pipeline, state, part, epoch, takeover)
+    except (SecondWriter, Fenced):
+        raise  # the state is the other run's
+    except CdcError as e:
+        record_error(state, part, e)
+        raise
+    run = Run(pipeline, state, part, record.epoch, Lag(record.applied, record.advanced))
+    with _signals(run), serving(pipeline, part, run.epoch, run.report) as run.metrics_port:
+        state.remove(_ERROR)
+        forget_heartbeats(state, record.epoch, "snapshot-")
+        run.beat()
+        thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield run, record
+            # While a restart is waited for, a server is out of reach.
+            if part == STREAM and pipeline.topics is None and "restart" not in run.progress:
+                _note_slot(run)
+        except CdcError as e:
+            cause = submission.cause_of(e)
+            run.record_error(cause)
+            raise cause from (None if cause is e else e)
+        finally:
+            run.end()
+            thread.join()
+            run.remember()
+            with contextlib.suppress(CdcError):  # the part's own error, if any, says more
+                run.beat(ended=True)
+
+
+def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeover: bool) -> Record:
+    """Take or check the epoch, pass the gate, and return the record."""
+    record = existing_record(pipeline)
+    if epoch is None:
+        epoch = take_epoch(pipeline, state, takeover)
+        record = existing_record(pipeline)  # the run that was taken over may have committed until then
+    else:
+        refuse_second_writer(state, epoch, part, takeover)
+    require_epoch(record, epoch)
+    if pipeline.topics is not None:
+        for branch in pipeline.branches:
+            require_targets(sink_of(branch, part), existing_record(branch))
+        return existing_record(pipeline)
+    with connected(pipeline.source.dsn) as source:
+        passed = [
+            (branch, record, gate(source, pipeline.source, record))
+            for branch in pipeline.branches
+            for record in [existing_record(branch)]
+        ]
+    for branch, record, passage in passed:
+        sink = sink_of(branch, part)
+        if part != RESNAPSHOT:
+            require_targets(sink, record)
+        # Parts of a run share the record's row with chunks in flight: they write to it only what they cannot do
+        # without. One that has nothing to read leaves it alone, as a stream may be at work, and on the timeline that
+        # stands there.
+        reads = part == RESNAPSHOT or bool(record.unfinished)
+        if part == STREAM or (reads and "timeline" in passage.news(record)):
+            note_passage(sink, record, passage)
+    return existing_record(pipeline)
+
+
+def _note_slot(run: Run) -> None:
+    """Record where the stream has left the slot, once its reader is gone and the server has saved that."""
+    with connected(run.pipeline.source.dsn) as source:
+
+        def free() -> bool:
+            state = read_slot(source, run.pipeline.source.slot)
+            return state is None or not state.active
+
+        if existing_record(run.pipeline).epoch == run.epoch and await_condition(free, _RELEASE_SECONDS):
+            for branch in run.branches:
+                record = existing_record(branch.pipeline)
+                branch.note(record, gate(source, run.pipeline.source, record))
+
+
+def rejoin(run: Run) -> Record:
+    """Go on with a run whose connections broke: fence and gate as at a start, under the epoch that it has.
+
+    What the broken connections have left on the servers is ended, as nobody knows when these notice, and has
+    committed, or never will, before the record is read.
+
+    :returns: the commit record.
+    :raises Blocked: when they cannot be ended.
+    :raises Fenced: when another run has taken the epoch meanwhile.
+    :raises GateClosed: when the source cannot continue the sink's record.
+    """
+    pipeline = run.pipeline
+    if existing_record(pipeline).epoch == run.epoch:
+        run.commit_record.end_sessions()
+    record = _enter(pipeline, run.state, run.part, run.epoch, takeover=True)
+    if run.part == STREAM and pipeline.topics is None:
+        names = pipeline.source
+        fence = partial(run.commit_record.fenced, run.epoch)
+        with connected(names.log_dsn) as source:
+            end_walsender(source, names.slot, reader_of(names), fence)
+    return record
+
+
+def record_error(state: State, part: str, error: CdcError) -> None:
+    """Leave an error where ``status`` and Airflow find it: for a part, or a command, that is no :class:`Run`."""
+    note_error(state, part, error)
+    state.write(_ERROR, _as_recorded(error, part))
+
+
+def note_error(state: State, part: str, error: CdcError) -> None:
+    """Leave an error in the history only: for a command on whose success the pipeline does not depend."""
+    history = History(state, part)
+    history.error(error)
+    history.write()
+    error.noted = True
+
+
+def _by_later_run(state: State, epoch: int, error: CdcError) -> bool:
+    """Return whether an error says no more than that another run has taken over, to which the state belongs then."""
+    return isinstance(error, Fenced) and any(beat.epoch > epoch for beat in read_heartbeats(state))
+
+
+def _as_recorded(error: CdcError, part: str) -> dict[str, Any]:
+    return error.as_dict() | {"retry": error.retry.value, "part": part, "at": round(time.time(), 3)}
+
+
+def last_error(state: State) -> dict[str, Any] | None:
+    """Return the error that ended the last run, or a command since, with its ``part`` and ``at``, if one did."""
+    return state.read_sound(_ERROR, _recorded)
+
+
+def _recorded(values: dict[str, Any]) -> dict[str, Any]:
+    for name in ("kind", "message", "solution"):
+        as_type(values[name], str, name)
+    return values
+
+
+def _owners(values: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = as_type(values["owners"], list[dict[str, Any]], "owners")
+    return found
+
+
+def forget_error(state: State, part: str) -> None:
+    """Remove the last error if it is of a part, or command, that works by now; provisioning begins a new run."""
+    error = last_error(state)
+    if error is not None and part in (PROVISION, error.get("part")):
+        state.remove(_ERROR)
+
+
+def request_stop(state: State) -> list[str]:
+    """Ask the jobs that are alive to end after their current unit, and Airflow not to begin again those that died.
+
+    Jobs that come later are not concerned.
+
+    :returns: the parts that were asked.
+    """
+    alive = [beat for beat in read_heartbeats(state) if beat.alive]
+    working = {beat.owner for beat in alive}
+    alive += [beat for beat in announcements(state) if beat.owner not in working]
+    owners = [asdict(beat.owner) for beat in alive if beat.submission is None]
+    if owners:
+        state.write(_STOP, {"owners": owners})
+    submitted = {each.id: each.part for each in submission.awaited(state)}
+    # One that is alive need not be the latest of its part: another Dag may have begun one, and failed.
+    submitted |= {beat.submission: beat.part for beat in alive if beat.submission is not None}
+    for id_ in submitted:
+        submission.ask_to_stop(state, id_, submission.Asker.USER)
+    return sorted({*(beat.part for beat in alive), *submitted.values()})
+
+
+@contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """Let signals stop the part gracefully; only the main thread can say so where no command listens to them."""
+    with ending_gracefully(run.ask_to_stop) as listening:
+        if listening or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            run.ask_to_stop()
+
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

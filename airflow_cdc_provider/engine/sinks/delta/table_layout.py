@@ -1,0 +1,194 @@
+"""Where the tables of a Delta sink are, and what they are made like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.core.errors import ConfigError, UncapturableTable
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.postgres.typed_values import arrow_type
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.delta.staging_files import EVENT_COLUMNS
+from airflow_cdc_provider.engine.sinks.lake.paths import folder
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+
+_SCHEMES = {"s3": "s3a", "gcs": "gs", "local": "file"}
+"""By what Hadoop calls what fsspec calls otherwise."""
+
+_SESSION_CATALOG = "spark_catalog"
+_IN_SESSION_CATALOG = re.compile("[A-Za-z0-9_]+")
+
+_NOT_IN_FILES = frozenset(" ,;{}()\n\t=")
+"""Of the names of columns, unless these are mapped."""
+
+
+# What statements of Delta and Spark add to a table's columns, in any case, and then find twice.
+_RESERVED = frozenset({"_metadata", "deletionvectorid", "_row_dropped_", "_source_row_present_", "__condition__"})
+_RESERVED_PREFIX = "__delta_internal_"
+_CHANGE_FEED = frozenset({"_change_type", "_commit_version", "_commit_timestamp"})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The settings of a Delta sink that concern its tables.
+
+    :param root: of path tables.
+    :param catalog: of Spark, in which tables are; ``None`` for path tables.
+    :param partition_by: by label, the columns that a table is partitioned by.
+    :param properties: of tables that are made.
+    """
+
+    root: Place
+    catalog: str | None = None
+    partition_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    properties: tuple[tuple[str, str], ...] = ()
+
+    def place(self, target: Target) -> Place:
+        """The folder of a path table."""
+        return self.root / folder(target.schema, target.name)
+
+    def known_as(self, schema: str, name: str) -> tuple[str, str]:
+        """By what a table is told from others: a catalog tells no case of letters."""
+        return (schema, name) if self.catalog is None else (schema.lower(), name.lower())
+
+    def sql_name(self, target: Target) -> str:
+        """How statements name a table."""
+        if self.catalog is None:
+            return f"delta.{quoted(location(self.place(target)))}"
+        return ".".join(map(quoted, (self.catalog, target.schema, target.name)))
+
+    def partitions(self, target: Target) -> tuple[str, ...]:
+        """The columns that a table is partitioned by."""
+        return dict(self.partition_by).get(target.table.label, ())
+
+
+def quoted(name: str) -> str:
+    """A name in a statement."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def location(place: Place) -> str:
+    """A place as Hadoop names it."""
+    if place.local:
+        return f"file://{place.path()}"
+    scheme, colon, rest = place.url.partition("://")
+    return f"{_SCHEMES.get(scheme, scheme)}{colon}{rest}".rstrip("/")
+
+
+def table_columns(target: Target, mode: Mode) -> dict[str, str]:
+    """Names and SQL types of a table's columns."""
+    columns = {column.name: sql_type(arrow_type(column)) for column in target.table.columns}
+    if mode == "changelog":
+        columns |= {f"_{name}": sql_type(kind) for name, kind in EVENT_COLUMNS.items()}
+    return columns
+
+
+def sql_type(kind: pa.DataType) -> str:
+    """The type of Spark's for one of :func:`.column_values.arrow_type`."""
+    if pa.types.is_list(kind):
+        return f"ARRAY<{sql_type(kind.value_type)}>"
+    if pa.types.is_decimal(kind):
+        return f"DECIMAL({kind.precision},{kind.scale})"
+    if pa.types.is_timestamp(kind):
+        return "TIMESTAMP_NTZ" if kind.tz is None else "TIMESTAMP"
+    names = {
+        pa.bool_(): "BOOLEAN",
+        pa.int16(): "SMALLINT",
+        pa.int32(): "INT",
+        pa.int64(): "BIGINT",
+        pa.float32(): "FLOAT",
+        pa.float64(): "DOUBLE",
+        pa.date32(): "DATE",
+        pa.large_binary(): "BINARY",
+    }
+    return names.get(kind, "STRING")
+
+
+def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
+    """Refuse a table that Delta cannot hold.
+
+    :raises UncapturableTable: when it has no key to merge by, or columns whose names differ in case only, are reserved,
+        or that files cannot have.
+    :raises ConfigError: when it is to be partitioned by columns that it does not have, or that Spark does not take; or
+        when the catalog cannot have the names of its target.
+    """
+    label = target.table.label
+    if layout.catalog == _SESSION_CATALOG and not all(map(_IN_SESSION_CATALOG.fullmatch, (target.schema, target.name))):
+        raise ConfigError(
+            f"the target of {label} would be {target.schema}.{target.name}, but the names in {_SESSION_CATALOG} are of"
+            " letters from A to Z, digits and _",
+            "Leave sink.catalog out, so that tables are folders, which can have any name; or name another catalog, or a"
+            " sink.schema without {schema}; or leave the table out.",
+        )
+    if mode == "mirror" and not target.table.key:
+        raise UncapturableTable(
+            f"{label} has no key by which rows could be merged into a Delta table",
+            "Give it a primary key or a replica identity index, leave it out, or use mode: changelog.",
+        )
+    seen: dict[str, str] = {}
+    for name in table_columns(target, mode):
+        other = seen.setdefault(name.lower(), name)
+        if other != name:
+            raise UncapturableTable(
+                f"{label} has columns {other} and {name}, which are one to Delta",
+                "Rename one, or leave it out by `columns` in source.tables.",
+            )
+    reserved = [name for name in seen.values() if _is_reserved(layout, name)]
+    if reserved:
+        raise UncapturableTable(
+            f"{label} has columns ({', '.join(reserved)}) whose names Delta or Spark give to columns of their own",
+            "Rename them at the source, or leave them out by `columns` in source.tables.",
+        )
+    if dict(layout.properties).get("delta.columnMapping.mode") == "none":
+        refused = [name for name in seen.values() if _NOT_IN_FILES & set(name)]
+        if refused:
+            raise UncapturableTable(
+                f"{label} has columns ({', '.join(refused)}) with a space or one of ,;{{}}()= in their names, which the"
+                " files of a Delta table cannot have",
+                "Leave delta.columnMapping.mode out of sink.properties, or leave the columns out by `columns` in"
+                " source.tables.",
+            )
+    lacking = [name for name in layout.partitions(target) if name not in table_columns(target, mode)]
+    if lacking:
+        raise ConfigError(
+            f"sink.partition_by: {label} has no column {', '.join(lacking)}",
+            f"Name columns that are captured: {', '.join(table_columns(target, mode))}.",
+        )
+    parsed = [name for name in layout.partitions(target) if "." in name or "`" in name]
+    if parsed:
+        raise ConfigError(
+            f"sink.partition_by: Spark takes {', '.join(parsed)} of {label} for more than the name of a column",
+            "Partition by columns without dots and backquotes in their names.",
+        )
+
+
+def _is_reserved(layout: Layout, name: str) -> bool:
+    lower = name.lower()
+    feeds = dict(layout.properties).get("delta.enableChangeDataFeed", "").lower() == "true"
+    return lower in _RESERVED or lower.startswith(_RESERVED_PREFIX) or (feeds and lower in _CHANGE_FEED)
+
+
+def require_apart(layout: Layout, targets: Sequence[Target]) -> None:
+    """Refuse tables that would be one in a catalog, which tells no case of letters.
+
+    :raises ConfigError: naming two.
+    """
+    seen: dict[tuple[str, str], Target] = {}
+    for target in targets if layout.catalog is not None else ():
+        other = seen.setdefault(layout.known_as(target.schema, target.name), target)
+        if other is not target:
+            raise ConfigError(
+                f"the targets of {other.table.label} and {target.table.label} would be one table of the catalog"
+                f" {layout.catalog}, which does not tell capital letters from small ones",
+                "Leave sink.catalog out, so that tables are folders; or capture one of them in another pipeline, with"
+                " another sink.schema.",
+            )
+
+
+def names_of(columns: Sequence[str]) -> str:
+    """Quoted names, as lists in statements have them."""
+    return ", ".join(map(quoted, columns))

@@ -1,0 +1,137 @@
+"""Writing data files: one for each date that rows are of, cut where they get large.
+
+A file has its final name from the beginning, as object stores cannot rename. It is no part of any changelog before an
+entry of the log names it. That it is being written is noted before, so that what is never named can be removed.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from airflow_cdc_provider.engine.sinks.files.data_file import DataFile, partition
+from airflow_cdc_provider.engine.sinks.files.row_format import FileWriter, writer
+from airflow_cdc_provider.engine.sinks.files.settings import Format
+from airflow_cdc_provider.engine.sinks.lake.storage import Place
+
+LARGEST = 256 << 20
+"""Bytes at which a file ends and another one begins."""
+
+_DAY = 86_400_000_000  # microseconds
+
+
+@dataclass
+class _Open:
+    """A file that is being written."""
+
+    name: str
+    date: str
+    file: IO[bytes]
+    writer: FileWriter
+    closing: ExitStack
+    rows: int = 0
+    first: int = 1 << 63
+    last: int = 0
+
+
+@dataclass
+class DataWriter:
+    """Writes rows of one target below a path.
+
+    :param notes: where it is noted what is being written, by the names of the files.
+    :param folder: of the target.
+    :param version: of its shape.
+    :ivar files: that are complete.
+    """
+
+    root: Place
+    notes: Place
+    folder: str
+    version: int
+    format: Format
+    files: list[DataFile] = field(default_factory=list)
+    _open: dict[str, _Open] = field(default_factory=dict)
+
+    def write(self, rows: pa.Table) -> None:
+        """Write rows, each into the file of the UTC date of its commit; those without one are of today."""
+        for date, chosen in _by_date(rows):
+            found = self._open.get(date) or self._begin(date, rows.schema)
+            found.writer.write(chosen)
+            bounds = pc.min_max(chosen.column("_commit_lsn")).as_py()
+            found.first, found.last = min(found.first, bounds["min"]), max(found.last, bounds["max"])
+            found.rows += chosen.num_rows
+            if found.file.tell() >= LARGEST:
+                self._finish(date)
+
+    def close(self) -> list[DataFile]:
+        """Complete all files; they are durable then."""
+        for date in list(self._open):
+            self._finish(date)
+        return self.files
+
+    def abort(self) -> None:
+        """Remove all files."""
+        for found in self._open.values():
+            with suppress(Exception):
+                found.writer.close()
+            with suppress(Aborted):
+                found.closing.__exit__(Aborted, Aborted(), None)
+        for name in [*(file.path for file in self.files), *(found.name for found in self._open.values())]:
+            self.root.remove(name)
+            self.notes.remove(note_of(name))
+
+    def _begin(self, date: str, schema: pa.Schema) -> _Open:
+        name = f"{partition(self.folder, self.version, date)}/{uuid.uuid4().hex}.{self.format}"
+        self.notes.replace(note_of(name), name.encode())
+        closing = ExitStack()
+        file = closing.enter_context(self.root.writing(name))
+        found = self._open[date] = _Open(name, date, file, writer(self.format, file, schema), closing)
+        return found
+
+    def _finish(self, date: str) -> None:
+        found = self._open[date]
+        found.writer.close()
+        size = found.file.tell()
+        found.closing.close()
+        del self._open[date]
+        self.files.append(
+            DataFile(found.name, self.folder, self.version, date, found.rows, size, found.first, found.last)
+        )
+
+
+class Aborted(Exception):
+    """What open files are told when they are not to be kept."""
+
+
+@contextmanager
+def writing(root: Place, notes: Place, folder: str, version: int, format_: Format) -> Iterator[DataWriter]:
+    """Files that are removed if the block fails."""
+    made = DataWriter(root, notes, folder, version, format_)
+    try:
+        yield made
+    except BaseException:
+        made.abort()
+        raise
+
+
+def note_of(name: str) -> str:
+    """The note of a data file."""
+    return name.rpartition("/")[2]
+
+
+def _by_date(rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
+    now = int(time.time() * 1_000_000)
+    days = pc.fill_null(rows.column("_commit_ts").cast(pa.int64()), now).to_numpy() // _DAY
+    found = np.unique(days)
+    for day in found:
+        date = datetime.fromtimestamp(int(day) * 86_400, UTC).date().isoformat()
+        yield date, rows if found.size == 1 else rows.filter(pa.array(days == day))

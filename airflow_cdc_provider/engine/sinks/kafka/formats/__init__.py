@@ -1,0 +1,1 @@
+"""How messages are written: JSON, Avro, and the events of Debezium."""

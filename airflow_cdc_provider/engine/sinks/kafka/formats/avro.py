@@ -1,0 +1,278 @@
+"""Debezium's envelope as Avro, in Confluent's wire format: a zero, the number of the schema, the value.
+
+The schemas are those that Kafka Connect's ``AvroConverter`` makes of Debezium's, under the subjects ``<topic>-key`` and
+``<topic>-value`` of a schema registry.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import fastavro
+import pyarrow as pa
+from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+from confluent_kafka.schema_registry.error import SchemaRegistryError
+
+from airflow_cdc_provider.engine.core.errors import (
+    CannotFollow,
+    CdcError,
+    ConfigError,
+    ConnectionFailed,
+    MissingPrivilege,
+)
+from airflow_cdc_provider.engine.postgres.typed_values import to_texts
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import SPELLED, DebeziumFormat, Shape
+from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import Decimals
+from airflow_cdc_provider.engine.sinks.kafka.formats.plain import MESSAGES, decoded, not_ours
+
+_MAGIC = 0
+_HEADER = struct.Struct(">bI")
+_NAME = re.compile(r"[^A-Za-z0-9_]")
+_CONFLICT, _UNAUTHORIZED = 409, (401, 403)
+_TYPES = {"int8": "int", "int16": "int", "int32": "int", "int64": "long"}
+_FLOATS = {"float": pa.float32(), "double": pa.float64()}
+
+ConnectSchema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Registry:
+    """A schema registry with Confluent's API.
+
+    :param properties: of its client.
+    """
+
+    url: str
+    properties: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def id_of(self, subject: str, schema: str) -> int:
+        """The number of a schema, which is registered unless it is there.
+
+        :raises CannotFollow: when the registry finds it incompatible with those before.
+        """
+        return _id_of(os.getpid(), self, subject, schema)
+
+    def schema(self, number: int) -> Any:
+        """A schema by its number, as fastavro reads with it."""
+        return _schema(os.getpid(), self, number)
+
+    def check(self) -> None:
+        """See that it answers."""
+        self.ask("its subjects cannot be listed", lambda client: client.get_subjects())
+
+    def ask(self, what: str, ask: Callable[[SchemaRegistryClient], Any]) -> Any:
+        """Ask it something.
+
+        :param what: could not be done, for the message.
+        """
+        try:
+            return ask(_client(os.getpid(), self))
+        except SchemaRegistryError as e:
+            raise self._failure(e, what) from e
+        except Exception as e:
+            # Which HTTP library the client uses depends on its version.
+            if not isinstance(e, OSError) and not type(e).__module__.startswith("httpx"):
+                raise
+            raise ConnectionFailed(
+                f"schema registry {self.url}: {what}: {e}", "See that it runs and can be reached from here."
+            ) from e
+
+    def _failure(self, error: SchemaRegistryError, what: str) -> CdcError:
+        said = f"schema registry {self.url}: {what}: {error.error_message} ({error.http_status_code})"
+        if error.http_status_code == _CONFLICT:
+            return CannotFollow(
+                said,
+                "Make the change of schema compatible, or set the subject's compatibility so that it may be made; then"
+                " start again.",
+            )
+        if error.http_status_code in _UNAUTHORIZED:
+            return MissingPrivilege(said, "Give it a user that may register schemas, see `sink.registry_properties`.")
+        return ConnectionFailed(said, "Look into the registry's log; then start again.")
+
+
+@cache
+def _client(pid: int, registry: Registry) -> SchemaRegistryClient:
+    try:
+        return SchemaRegistryClient({**dict(registry.properties), "url": registry.url})
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"schema registry {registry.url}: {e}", "Correct `registry_properties`.") from e
+
+
+@cache
+def _id_of(pid: int, registry: Registry, subject: str, schema: str) -> int:
+    found = registry.ask(
+        f"the schema of {subject} is not taken", lambda client: client.register_schema(subject, Schema(schema, "AVRO"))
+    )
+    return int(found)
+
+
+@cache
+def _schema(pid: int, registry: Registry, number: int) -> Any:
+    found = registry.ask(f"schema {number} cannot be had", lambda client: client.get_schema(number))
+    return fastavro.parse_schema(_bare(json.loads(found.schema_str)))
+
+
+@dataclass(frozen=True)
+class AvroFormat:
+    """Debezium's envelope as Avro; see :class:`.Format` and, for the parameters, :class:`.DebeziumFormat`."""
+
+    registry: Registry
+    pipeline: str
+    database: str = ""
+    decimals: Decimals = "string"
+    tombstones: bool = True
+
+    def require(self, target: Target) -> None:
+        """See :meth:`.Format.require`."""
+        found: dict[str, str] = {}
+        for column in target.table.columns:
+            other = found.setdefault(avro_name(column.name), column.name)
+            if other != column.name:
+                raise ConfigError(
+                    f"columns {other!r} and {column.name!r} of {target.table.label} would both be"
+                    f" {avro_name(column.name)} in Avro",
+                    "Rename one of them, or leave it out by `columns`.",
+                )
+
+    def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
+        """See :meth:`.Format.encode`."""
+        shape = Shape(target, self.decimals)
+        plain = DebeziumFormat(self.pipeline, self.database, self.decimals, False, self.tombstones)
+        made = plain.encode(target, topic, events)
+        written = []
+        for name, schema in (("key", shape.key_schema(topic)), ("value", shape.value_schema(topic))):
+            column = made.column(name)
+            if column.null_count < len(column):
+                number = self.registry.id_of(f"{topic}-{name}", json.dumps(avro_schema(schema), separators=(",", ":")))
+                parsed = self.registry.schema(number)
+                values = [None if v is None else _write(number, parsed, schema, v) for v in column.to_pylist()]
+                written.append(pa.array(values, pa.large_binary()))
+            else:
+                written.append(column.combine_chunks())
+        return pa.Table.from_arrays([*written, made.column("everywhere")], schema=MESSAGES)
+
+    def decode(self, target: Target, keys: pa.Array, values: pa.Array) -> pa.RecordBatch:
+        """See :meth:`.Format.decode`."""
+        return decoded(target, self._events(target, values))
+
+    def _events(self, target: Target, values: pa.Array) -> Iterator[dict[str, Any]]:
+        shape = Shape(target, self.decimals)
+        schema = shape.value_schema("")
+        for value in values.to_pylist():
+            if value is None:
+                continue
+            try:
+                magic, number = _HEADER.unpack_from(value)
+                if magic != _MAGIC:
+                    raise not_ours(value)
+                found = fastavro.schemaless_reader(
+                    io.BytesIO(value[_HEADER.size :]), self.registry.schema(number), None
+                )
+                yield shape.event(_plain(schema, found))
+            except (ValueError, KeyError, TypeError, AttributeError, EOFError, IndexError, struct.error):
+                raise not_ours(value) from None
+
+
+def avro_schema(schema: ConnectSchema, known: set[str] | None = None) -> Any:
+    """Kafka Connect's schema as Avro, as its ``AvroConverter`` has it.
+
+    :param known: names of records that have been defined before.
+    """
+    known = set() if known is None else known
+    kind, name = schema["type"], schema.get("name")
+    if kind == "struct":
+        full = ".".join(avro_name(part) for part in str(name or "").split("."))
+        if full in known:
+            made: Any = full
+        else:
+            known.add(full)
+            namespace, _, last = full.rpartition(".")
+            fields = [_avro_field(each, known) for each in schema["fields"]]
+            made = {"type": "record", "name": last, "namespace": namespace, "fields": fields, **_connect(schema)}
+    elif kind == "array":
+        made = {"type": "array", "items": avro_schema(schema["items"], known)}
+    else:
+        made = {"type": _TYPES.get(kind, kind)}
+        parameters = schema.get("parameters")
+        if parameters:
+            made |= {"scale": int(parameters["scale"]), "precision": int(parameters["connect.decimal.precision"])}
+        made |= _connect(schema)
+        if kind == "int16":
+            made["connect.type"] = kind
+        if parameters:
+            made["logicalType"] = "decimal"
+        if len(made) == 1:
+            made = made["type"]
+    return ["null", made] if schema.get("optional") else made
+
+
+def _connect(schema: ConnectSchema) -> dict[str, Any]:
+    """What Avro has no place for, in the order of ``AvroConverter``: by it a registry tells schemas apart."""
+    names = ("doc", "version", "parameters", "name")
+    return {f"connect.{name}": schema[name] for name in names if name in schema}
+
+
+def avro_name(name: str) -> str:
+    """A name as Avro takes it."""
+    found = _NAME.sub("_", name)
+    return f"_{found}" if found[:1].isdigit() or not found else found
+
+
+def _avro_field(schema: ConnectSchema, known: set[str]) -> dict[str, Any]:
+    made: dict[str, Any] = {"name": avro_name(schema["field"]), "type": avro_schema(schema, known)}
+    if schema.get("optional"):
+        made["default"] = None
+    return made
+
+
+def _bare(schema: Any) -> Any:
+    """An Avro schema without logical types, for values as they stand in the bytes."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if isinstance(schema, dict):
+        return {name: _bare(each) for name, each in schema.items() if name != "logicalType"}
+    return schema
+
+
+def _write(number: int, parsed: Any, schema: ConnectSchema, value: bytes) -> bytes:
+    out = io.BytesIO()
+    out.write(_HEADER.pack(_MAGIC, number))
+    fastavro.schemaless_writer(out, parsed, _native(schema, SPELLED.decode(value.decode())))
+    return out.getvalue()
+
+
+def _native(schema: ConnectSchema, value: Any) -> Any:
+    """A value of JSON, whose numbers are as they are spelled, as Avro has it."""
+    if value is None:
+        return None
+    kind = schema["type"]
+    if kind == "struct":
+        return {avro_name(each["field"]): _native(each, value.get(each["field"])) for each in schema["fields"]}
+    if kind == "bytes":
+        return base64.b64decode(value)
+    if kind in _TYPES:
+        return int(value)
+    return float(value) if kind in _FLOATS else value
+
+
+def _plain(schema: ConnectSchema, value: Any) -> Any:
+    """A value of Avro as JSON has it, whose numbers are texts."""
+    if value is None:
+        return None
+    kind = schema["type"]
+    if kind == "struct":
+        named = {each["field"]: (each, avro_name(each["field"])) for each in schema["fields"]}
+        return {field: _plain(each, value[name]) for field, (each, name) in named.items() if name in value}
+    if kind == "bytes":
+        return base64.b64encode(value).decode()
+    return to_texts(pa.array([value], _FLOATS[kind]))[0].as_py() if kind in _FLOATS else value

@@ -1,0 +1,52 @@
+"""Truncates that are not written to a topic, as consumers of Debezium's events rarely know them.
+
+The record's contents then say under ``truncates``, by the table's label, where the last one stands among the changes,
+so that the topic's events are known to come to what the source has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from airflow_cdc_provider.engine.changes.effects import OP
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.kafka.formats.plain import META
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
+
+NOTED = "truncates"
+"""The section of the record's contents."""
+
+
+def told(rows: pa.Table) -> tuple[pa.Table, tuple[int, int] | None]:
+    """Part events from truncates.
+
+    :returns: the other events, and LSN and number of the last truncate.
+    """
+    truncates = pc.equal(rows.column(OP), "t")
+    if not pc.any(truncates).as_py():
+        return rows, None
+    last = rows.filter(truncates).slice(rows.filter(truncates).num_rows - 1)
+    place = last.column("commit_lsn")[0].as_py(), last.column("seq")[0].as_py()
+    return rows.filter(pc.invert(truncates)), place
+
+
+def note(label: str, topic_id: str | None, lsn: int, seq: int) -> Change:
+    """Return what the contents say of a truncate from then on."""
+    return Change({NOTED: {label: {"id": topic_id, "lsn": format_lsn(lsn), "seq": seq}}})
+
+
+def event(contents: Contents, target: Target, topic_id: str) -> pa.RecordBatch | None:
+    """Return the last truncate of a topic as the event that it would be; ``None`` without any.
+
+    :param topic_id: of the topic as it is now: what is noted may be of one that has been removed.
+    """
+    found: dict[str, Any] | None = contents.get(NOTED, {}).get(target.table.label)
+    if found is None or found["id"] not in (None, topic_id):
+        return None
+    names = [*(column.name for column in target.table.columns), *META]
+    values = {"_op": "t", "_commit_lsn": found["lsn"], "_seq": str(found["seq"])}
+    return pa.RecordBatch.from_pydict({name: pa.array([values.get(name)], pa.large_string()) for name in names})

@@ -1,0 +1,187 @@
+"""Target tables of the MySQL sink: which are ours, which have to be created, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from airflow_cdc_provider.engine.core.errors import CdcError, ForeignTable, GateClosed
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sinks.mysql import session as sessions
+from airflow_cdc_provider.engine.sinks.mysql.fence import MysqlFence
+from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_obstacle
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.table_definition import (
+    Differing,
+    Mode,
+    alteration,
+    columns_of,
+    comment,
+    create_table,
+    differing,
+    told_type,
+)
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+
+
+@dataclass(frozen=True)
+class MysqlTargets(MysqlFence):
+    """What is done to target tables before rows go there."""
+
+    @contextmanager
+    def _created(self, opened: Session, targets: Sequence[Target]) -> Iterator[None]:
+        """Create target tables; after an error they are gone again."""
+        made: list[str] = []
+        try:
+            for target in targets:
+                opened.require_database(target.schema)
+                name = quoted(target.schema, target.name)
+                opened.run(f"DROP TABLE IF EXISTS {name}")  # one of ours, and empty: see _lacks
+                with sessions.row_of(target.table.label):
+                    opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
+                made.append(name)
+            yield
+        except (CdcError, sessions.driver().MySQLError):
+            with suppress(sessions.driver().MySQLError):
+                opened.rollback()
+                for name in made:
+                    opened.run(f"DROP TABLE IF EXISTS {name}")
+            raise
+
+    def _lacks(self, opened: Session, target: Target) -> bool:
+        """Whether a target table has to be created. One that is there is ours, or empty and as it has to be.
+
+        :raises ForeignTable: when it is neither, or another pipeline's.
+        """
+        wanted = create_table(target, self.mode, opened.collation, self.pipeline)
+        label, shown = target.table.label, f"{target.schema}.{target.name}"
+        if opened.exists("airflow_cdc", "tables"):
+            owners = opened.rows(
+                "SELECT DISTINCT pipeline, source_table FROM airflow_cdc.tables"
+                " WHERE target_schema = %s AND target_table = %s",
+                [target.schema, target.name],
+            )
+            others = [repr(owner) for owner, _ in owners if owner != self.pipeline]
+            if others:
+                raise ForeignTable(
+                    f"the target table {shown} belongs to pipeline {', '.join(others)}",
+                    "Give this pipeline another target database (`sink.schema`); or, if the other one is not needed any"
+                    " more, run `airflow-cdc drop` with its file, then try again.",
+                )
+            if (self.pipeline, label) in owners:
+                return not opened.exists(target.schema, target.name)
+        if not opened.exists(target.schema, target.name):
+            return True
+        if opened.rows(f"SELECT 1 FROM {quoted(target.schema, target.name)} LIMIT 1"):
+            raise ForeignTable(
+                f"the target table {shown} exists and has rows that pipeline {self.pipeline!r} did not write",
+                "Empty or drop the table, or give the pipeline another target database (`sink.schema`).",
+            )
+        if not difference(opened, target, self.mode):
+            return False
+        (said,) = opened.one(
+            "SELECT table_comment FROM information_schema.tables WHERE table_schema = %s AND table_name = %s",
+            [target.schema, target.name],
+        )
+        if said == comment(self.pipeline):
+            return True
+        raise ForeignTable(
+            f"the target table {shown} exists, but is not as it has to be ({difference(opened, target, self.mode)})",
+            f"Drop the table, so that it is created, or create it so: {' '.join(wanted.split())};"
+            f" {mending(opened, target, self.mode)}".rstrip(),
+        )
+
+    def _adopt(self, opened: Session, target: Target, start: int) -> None:
+        """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced."""
+        if self.mode == "changelog":
+            self._refuse_older_history(opened, target, start)
+        different = difference(opened, target, self.mode)
+        if different:
+            wanted = create_table(target, self.mode, opened.collation, self.pipeline)
+            raise ForeignTable(
+                f"the target table {target.schema}.{target.name} is not defined as {target.table.label} is now"
+                f" ({different})",
+                f"Drop or rename it, so that it is created, or make it so: {' '.join(wanted.split())}; then run"
+                " `airflow-cdc resnapshot --all`.",
+            )
+
+    def _refuse_older_history(self, opened: Session, target: Target, point: int) -> None:
+        """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
+        (last,) = opened.one(f"SELECT MAX(_commit_lsn) FROM {quoted(target.schema, target.name)}")
+        if last is not None and int(last) > point:
+            raise GateClosed(
+                f"the changelog {target.schema}.{target.name} has events up to {format_lsn(int(last))}, but the"
+                f" source's log is at {format_lsn(point)}: they are of a history that the source has left, and new ones"
+                " would come before",
+                f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",
+            )
+
+    def _alteration(self, opened: Session, shape: Table, target: Target, rows_stay: bool) -> list[str]:
+        """See :func:`.table_definition.alteration`."""
+        present = [
+            str(name)
+            for (name,) in opened.rows(
+                "SELECT column_name FROM information_schema.columns WHERE table_schema = %s AND table_name = %s",
+                [target.schema, target.name],
+            )
+        ]
+        return alteration(shape, target, self.mode, opened.collation, present, rows_stay)
+
+
+def mending(opened: Session, target: Target, mode: Mode) -> str:
+    """The ALTER TABLE that gives a table the columns that it has to have; empty if it has them."""
+    clauses = ", ".join(each.clause for each in _differing(opened, target, mode))
+    return f"ALTER TABLE {quoted(target.schema, target.name)} {clauses};" if clauses else ""
+
+
+def _differing(opened: Session, target: Target, mode: Mode) -> list[Differing]:
+    found = opened.rows(
+        "SELECT column_name, column_type FROM information_schema.columns WHERE table_schema = %s AND table_name = %s",
+        [target.schema, target.name],
+    )
+    types = {str(name): told_type(str(kind)) for name, kind in found}
+    return differing(types, columns_of(target.table, mode, opened.collation))
+
+
+def difference(opened: Session, target: Target, mode: Mode) -> str:
+    """In what a table is not as it has to be; empty if in nothing."""
+    where = [target.schema, target.name]
+    wanted_columns = columns_of(target.table, mode, opened.collation)
+    required = [name for name, kind in wanted_columns.items() if kind.endswith(" NOT NULL")]
+    if mode == "mirror":
+        required = list(wanted_columns)  # what the source has
+    obstacle = find_obstacle(opened, target, wanted_columns, required)
+    if obstacle:
+        return obstacle
+    found = opened.rows(
+        "SELECT column_name, character_set_name, collation_name FROM information_schema.columns"
+        " WHERE table_schema = %s AND table_name = %s",
+        where,
+    )
+    different = _differing(opened, target, mode)
+    if different:
+        return "; ".join(map(str, different))
+    (engine,) = opened.one(
+        "SELECT engine FROM information_schema.tables WHERE table_schema = %s AND table_name = %s", where
+    )
+    if str(engine).lower() != "innodb":
+        return f"engine {engine}"
+    keys = opened.rows(
+        "SELECT column_name FROM information_schema.statistics"
+        " WHERE table_schema = %s AND table_name = %s AND index_name = 'PRIMARY'",
+        where,
+    )
+    if mode == "mirror" and {str(name) for (name,) in keys} != set(target.table.key):
+        return "primary key"
+    # Under another collation two keys of the source may be one; another character set does not have every character.
+    key = {name.lower() for name in target.table.key} if mode == "mirror" else set()
+    wanted = {name.lower() for name in columns_of(target.table, mode, opened.collation)}
+    for name, characters, collation in found:
+        if str(name).lower() in wanted and characters is not None:
+            if characters != "utf8mb4":
+                return f"character set {characters} of column {name}"
+            if str(name).lower() in key and collation != opened.collation:
+                return f"collation {collation} of column {name}"
+    return ""

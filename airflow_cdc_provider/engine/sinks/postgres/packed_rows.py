@@ -1,0 +1,79 @@
+"""Rows with so many columns that a table or a statement of Postgres cannot hold all that is staged of them.
+
+A table has 1,600 columns at most, a query 1,664, and a row has to fit on a page, in which each value takes up to 18
+bytes although the rest of it stands elsewhere. Beside a table's columns, staging has columns of its own and the old
+row. Where that is too much, the values of one kind are staged as one array of texts, and become values of the target's
+types when they are applied, as those that tables share; see :mod:`.shared_staging`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.core.errors import LimitExceeded
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.postgres.array_text import array_texts
+from airflow_cdc_provider.engine.sinks.contract import CHANGELOG_NAMES, Target
+
+MOST_COLUMNS = 1600
+_MOST_TEXTS = 100  # of the old row beside the new one, as a row has to fit on a page
+
+NEW, OLD = "c", "b"
+"""Names of the packed columns, in place of ``c0`` …, the row, and ``b0`` …, the old row."""
+
+
+def pack(rows: pa.Table) -> pa.Table:
+    """Pack the columns of rows to be staged, as far as they are too many."""
+    if len(_numbered(OLD, rows)) > _MOST_TEXTS:
+        rows = _packed(OLD, rows)
+    return _packed(NEW, rows) if rows.num_columns > MOST_COLUMNS else rows
+
+
+def _numbered(letter: str, rows: pa.Table) -> list[str]:
+    return [name for name in rows.column_names if re.fullmatch(rf"{letter}\d+", name)]
+
+
+def _packed(letter: str, rows: pa.Table) -> pa.Table:
+    names = _numbered(letter, rows)
+    columns = [rows[name].combine_chunks().cast(pa.large_string()) for name in names]
+    return rows.drop_columns(names).append_column(letter, array_texts(columns))
+
+
+def unpacked(
+    relation: sql.Composable, columns: Sequence[str], types: Mapping[str, str], names: Sequence[str]
+) -> sql.Composable:
+    """Return a relation in which packed rows have the columns that others have, under an alias's parentheses.
+
+    :param columns: that are staged.
+    :param types: of the target's columns by their names, without modifiers: an assignment brings these in, or refuses.
+    :param names: of the target's columns in their order.
+    """
+    others = [sql.Identifier(name) for name in columns if name != NEW]
+    values = [
+        sql.SQL(f"{NEW}[{i + 1}]::{{}} AS {NEW}{i}").format(sql.SQL(types.get(name, "text")))
+        for i, name in enumerate(names)
+    ]
+    return sql.SQL("(SELECT ctid, {} FROM {})").format(sql.SQL(", ").join([*others, *values]), relation)
+
+
+def require_width(target: Target, mode: Mode) -> None:
+    """Refuse a table whose target would have more columns than Postgres takes.
+
+    :raises LimitExceeded: naming the limit.
+    """
+    ours = len(CHANGELOG_NAMES) if mode == "changelog" else 0
+    count = len(target.table.columns)
+    if count + ours > MOST_COLUMNS:
+        message = (
+            f"{target.table.label} has {count} columns, and its changelog {ours} more; a table of Postgres has at most"
+            f" {MOST_COLUMNS:,}"
+        )
+        raise LimitExceeded(
+            message,
+            "Leave columns out by `columns` in the pipeline file, or make it a mirror (`sink.mode`). Then start again.",
+            message,
+        )

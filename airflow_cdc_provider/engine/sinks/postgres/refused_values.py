@@ -1,0 +1,183 @@
+"""What the target database refuses, said as errors that name the table, the cause and what helps.
+
+A target table may carry more than we have put there: constraints, triggers, foreign keys, indexes. What they refuse
+would be refused again at every try, so that it must not look like a failure that goes away. Causes are told by
+SQLSTATE, and where that has several by the function of the server that raised it: messages may be translated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import psycopg2
+
+from airflow_cdc_provider.engine.core.errors import (
+    CdcError,
+    LimitExceeded,
+    MissingPrivilege,
+    TargetConflict,
+    ValueRefused,
+)
+from airflow_cdc_provider.engine.postgres.connection import Connection, quoted
+from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure, exceeds_limit, is_outage
+from airflow_cdc_provider.engine.sinks.contract import Target
+
+_CONSTRAINT = (
+    "A unit is applied table by table and may hold changes of many transactions: declare the constraint DEFERRABLE, so"
+    " that it is checked at the unit's end, or drop it. Until `status` says consistent, rows of different tables and"
+    " chunks are of different ages, so that only constraints on a row alone can hold. Then start again."
+)
+_TRIGGER = (
+    "Triggers of the target fire for our writes, with search_path = pg_catalog: qualify the names in the function, or"
+    " ALTER TABLE … DISABLE TRIGGER. Then start again."
+)
+_NOTHING = "Nothing of the unit was applied."
+_PREFLIGHT = "Run `airflow-cdc preflight`, which names what stands in the way, and remove it. Then start again."
+_TYPE = "Make the target take the value (ALTER TABLE … ALTER COLUMN … TYPE text takes any), then start again."
+_ENCODING = (
+    "The target database's encoding has no such character: take a database with the encoding UTF8, or leave the column"
+    " out by `columns`. Then start again."
+)
+_VALUES = {
+    "22P02": "Make the target take the value (ALTER TYPE … ADD VALUE for an enum, also where a label has been renamed;"
+    " ALTER TABLE … ALTER COLUMN … TYPE text for any type), then start again.",
+    "22001": "Make the column longer: ALTER TABLE … ALTER COLUMN … TYPE text. Then start again.",
+    "22003": "Make the column wider: ALTER TABLE … ALTER COLUMN … TYPE numeric. Then start again.",
+    "22021": _ENCODING,
+    "22P05": _ENCODING,
+}
+"""By SQLSTATE what lets a column take a value."""
+# What a later try finds otherwise: sessions that were too slow, catalogs that change, and a table that is gone, which
+# the next start names.
+_PASSING = ("25", "XX", "3F000", "42P01")
+_CAUSES = {
+    ("42P10", "infer_arbiter_indexes"): "a target table has lost the unique index on its key",
+    ("42P10", "CopyGetAttnums"): "a target table generates a column that the source has",
+    ("55000", "ExecCheckIndexConstraints"): "a target table has a deferrable unique constraint on its key",
+    ("428C9", "rewriteTargetListIU"): "a target table generates a column that the source has",
+    ("0A000", "RewriteQuery"): "a target table has a rule",
+    ("55000", "CheckCmdReplicaIdentity"): "a target table is published without a replica identity",
+}
+"""By SQLSTATE and the server's function."""
+
+
+@contextmanager
+def refusals(
+    target: Target, columns: Mapping[str, str] | None = None, find: Callable[[], str | None] = lambda: None
+) -> Iterator[None]:
+    """Say of a value that the target refuses where it should have gone and what helps.
+
+    :param columns: names of the target's columns by those of the staging table.
+    :param find: looks for the target's column, if the error does not name it; it may end the transaction.
+    :raises ValueRefused: in place of the server's error.
+    """
+    try:
+        yield
+    except psycopg2.Error as e:
+        state = e.pgcode or ""
+        if _function_of(e) or not (state.startswith("22") or state in ("23502", "23514")):
+            raise
+        named = re.search(r", column (.+?)(: |$)", e.diag.context or "")
+        column = named[1] if named else e.diag.column_name or find()
+        column = (columns or {}).get(column, column) if column else None
+        where = f"column {column!r} of " if column else ""
+        refused = f"{where}the target table {target.schema}.{target.name} cannot hold a value of {target.table.label}"
+        raise ValueRefused(
+            f"{refused}: {e.diag.message_primary}",
+            f"{_NOTHING} {_value_remedy(e, target, column)}",
+            f"{refused} (SQLSTATE {state})",
+        ) from e
+
+
+def _value_remedy(error: psycopg2.Error, target: Target, column: str | None) -> str:
+    """What lets the target take a row: of a type, a domain, a column, a constraint or a partition."""
+    diagnosis, state = error.diag, error.pgcode or ""
+    table = f"{quoted(target.schema)}.{quoted(target.name)}"
+    if state.startswith("22"):
+        return _VALUES.get(state, _TYPE)
+    if diagnosis.datatype_name:
+        domain = f"{quoted(diagnosis.schema_name or '')}.{quoted(diagnosis.datatype_name)}"
+        drop = "NOT NULL" if state == "23502" else f"CONSTRAINT {quoted(diagnosis.constraint_name or '…')}"
+        return (
+            f"Make the domain as wide as the source's, ALTER DOMAIN {domain} DROP {drop}; or the column of the type"
+            f" beneath it, ALTER TABLE {table} ALTER COLUMN {quoted(column or '…')} TYPE …. Then start again."
+        )
+    if state == "23502":
+        alter = f"ALTER TABLE {table} ALTER COLUMN {quoted(column or '…')}"
+        if column not in {each.name for each in target.table.columns}:
+            return f"The source has no such column: {alter} SET DEFAULT …, or {alter} DROP NOT NULL. Then start again."
+        return f"The source allows NULL in it: {alter} DROP NOT NULL. Then start again."
+    if diagnosis.constraint_name:
+        drop = f"ALTER TABLE {table} DROP CONSTRAINT {quoted(diagnosis.constraint_name)}"
+        return f"The source has no such constraint, or had none when the row was written: {drop}. Then start again."
+    return (
+        f"No partition takes the row: create one, such as CREATE TABLE … PARTITION OF {table} DEFAULT; or widen the"
+        " bounds, if the target itself is a partition. Then start again."
+    )
+
+
+def _function_of(error: psycopg2.Error) -> str:
+    """The function, of a trigger or a default, in which a statement has failed; empty if in none."""
+    first = (error.diag.context or "").partition("\n")[0]
+    return first if re.match(r"(PL/\w+|SQL) function", first) else ""
+
+
+def refusal_of(error: psycopg2.Error, place: str) -> CdcError:
+    """Return an engine error for whatever a statement in the sink has failed of.
+
+    :param place: the sink, without user and password.
+    """
+    diagnosis, state = error.diag, error.pgcode or ""
+    table, said = f"{diagnosis.schema_name}.{diagnosis.table_name}", diagnosis.message_primary
+    function = _function_of(error)
+    cause = _CAUSES.get((state, diagnosis.source_function or ""))
+    if (cause is None and is_outage(error)) or (state.startswith(_PASSING) and not function):
+        return driver_failure(error, f"sink {place}")
+    if state.startswith("54") or exceeds_limit(state, str(error)):
+        return _beyond_limits(state, f"{place}: {said}")
+    if state.startswith("23") and diagnosis.schema_name != "airflow_cdc" and not function:
+        detail = f" ({diagnosis.message_detail})" if diagnosis.message_detail else ""
+        refused = f"the target table {table} refuses a change of the source"
+        broken = f"{refused}: constraint {diagnosis.constraint_name!r} (SQLSTATE {state})"
+        return TargetConflict(f"{refused}: {said}{detail}", _CONSTRAINT, broken)
+    if function or state == "P0001":
+        failed = "a trigger of the target has failed"
+        where = f"({function}, SQLSTATE {state})"
+        return TargetConflict(f"{failed}: {said} {where}", _TRIGGER, f"{failed} {where}")
+    if state == "42501":
+        return MissingPrivilege(f"the sink {place} refuses: {said}", _PREFLIGHT)
+    what = cause or f"the sink {place} refuses what it should do"
+    detail = f" ({diagnosis.message_detail})" if diagnosis.message_detail else ""
+    shown = f"(SQLSTATE {state or 'unknown'})"
+    return TargetConflict(f"{what}: {said}{detail} {shown}", _PREFLIGHT, f"{what} {shown}")
+
+
+def _beyond_limits(state: str, said: str) -> LimitExceeded:
+    if state == "54011":
+        many = f"a table has more columns than Postgres takes: {said}"
+        remedy = "Nothing was applied. Leave columns out by `columns` in the pipeline file, then start again."
+        return LimitExceeded(many, remedy, many)
+    return LimitExceeded.by(said)
+
+
+def is_of_another(error: psycopg2.Error, connection: Connection) -> bool:
+    """Return whether an error comes from a server to which another connection leads."""
+    return error.cursor is not None and error.cursor.connection is not connection
+
+
+@contextmanager
+def of_sink(connection: Connection, place: str) -> Iterator[None]:
+    """Let what statements on a connection to the sink raise leave the block as errors of the engine.
+
+    What other servers have said passes: rows are read at the source while they are written.
+
+    :raises CdcError: in place of the driver's error.
+    """
+    try:
+        yield
+    except psycopg2.Error as e:
+        if is_of_another(e, connection) or isinstance(e, psycopg2.errors.LockNotAvailable):
+            raise
+        raise refusal_of(e, place) from e

@@ -1,0 +1,148 @@
+"""The few changes of each of many tables, staged in one relation: to make one for each would take longer than the rest.
+
+It has a row for each table, and in it for each of the table's staged columns the text of the array of its values. They
+become values when they are applied, of the target's types: an array is read by the input function of its elements, as
+COPY reads them, and the INSERT brings them to the columns' modifiers, such as a numeric's scale.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import psycopg2
+import pyarrow as pa
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.changes.effects import COUNT, ERASED, FRESH, MISSING
+from airflow_cdc_provider.engine.postgres.array_text import array_text
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows
+from airflow_cdc_provider.engine.sinks.contract import Share, Staged, Target
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
+from airflow_cdc_provider.engine.sinks.postgres.packed_rows import NEW
+
+_FEW = 1000  # from as many on it pays to tell the new ones apart, see rows_to_stage()
+_SMALL_BYTES = 256 << 10
+_MOST_COLUMNS = 200  # what stands outside of a row leaves 18 bytes in it, and a row has to fit on a page
+
+# Not among them are domains, which may forbid the NULL of an erased row, rows, which unnest() takes apart, types whose
+# arrays have another delimiter, and those that the role may not name. A modifier has to be brought in by an assignment:
+# sure of the server's own types, and too late for keys, which are compared before, but those of varchar, which are
+# compared as they are. A name is with the modifier -1: without one `character` has a length of one.
+_TYPES = """
+SELECT asked.label, a.attname::text, format_type(a.atttypid, -1)
+FROM jsonb_to_recordset(%s) AS asked (label text, relation text, key jsonb)
+JOIN pg_attribute a ON a.attrelid = to_regclass(asked.relation) AND a.attnum > 0
+JOIN pg_type t ON t.oid = a.atttypid
+WHERE t.typtype IN ('b', 'e', 'r', 'm') AND t.typarray <> 0 AND t.typdelim = ','
+  AND has_schema_privilege(t.typnamespace, 'USAGE')
+  AND (a.atttypmod = -1 OR t.typnamespace = 'pg_catalog'::regnamespace)
+  AND (a.atttypmod = -1 OR t.typname = 'varchar' OR NOT asked.key ? a.attname::text)
+"""
+
+
+def is_small(staged: pa.Table) -> bool:
+    """Whether the rows of a mirror with a key are so few that they are better staged with those of other tables."""
+    return (
+        0 < staged.num_rows < _FEW
+        and staged.nbytes < _SMALL_BYTES
+        and staged.num_columns <= _MOST_COLUMNS
+        and {COUNT, FRESH, MISSING, NEW}.isdisjoint(staged.column_names)
+    )
+
+
+def element_types(connection: Connection, targets: Iterable[Target]) -> dict[str, dict[str, str]]:
+    """By label the types of the columns of target tables by their names, of those tables that can be gathered."""
+    asked, names = [], {}
+    for target in targets:
+        relation = sql.Identifier(target.schema, target.name).as_string(connection)
+        asked.append({"label": target.table.label, "relation": relation, "key": list(target.table.key)})
+        names[target.table.label] = {column.name for column in target.table.columns}
+    found: dict[str, dict[str, str]] = {label: {} for label in names}
+    # A database without an encoding knows no escapes but those of ASCII.
+    for label, name, kind in rows(connection, _TYPES, [json.dumps(asked, ensure_ascii=False)]):
+        found[label][name] = kind
+    return {label: types for label, types in found.items() if types.keys() >= names[label]}
+
+
+def _place(number: int, staged: pa.Table, target: Target, types: Mapping[str, str]) -> Share:
+    """Where a table's rows will stand.
+
+    :param types: of the target's columns by their names.
+    """
+    kinds = {f"c{i}": types[column.name] for i, column in enumerate(target.table.columns)} | {ERASED: "boolean"}
+    return Share(number, tuple(kinds[name] for name in staged.column_names))
+
+
+def gather(
+    connection: Connection,
+    relation: str,
+    targets: Mapping[str, Target],
+    labels: Sequence[str],
+    staged_rows: Sequence[pa.Table],
+) -> dict[int, Share]:
+    """Stage what is small in one relation, if there are several that can be.
+
+    :param relation: its name in ``airflow_cdc``.
+    :param labels, staged_rows: of each table of a mirror the label, and the rows to stage.
+    :returns: by its place among them, where each stands that is in the relation.
+    """
+    small = [n for n, each in enumerate(staged_rows) if is_small(each)]
+    types = element_types(connection, [targets[labels[n]] for n in small]) if len(small) > 1 else {}
+    shares = {
+        n: _place(n, staged_rows[n], targets[label], types[label]) for n in small if (label := labels[n]) in types
+    }
+    if len(shares) < 2:
+        return {}
+    rows(connection, "SAVEPOINT few")
+    try:
+        _write(connection, relation, [(each, staged_rows[n]) for n, each in shares.items()])
+    except psycopg2.DataError:  # such as characters that the target's encoding lacks: alone it says of which column
+        rows(connection, "ROLLBACK TO SAVEPOINT few")
+        return {}
+    return shares
+
+
+def _write(connection: Connection, relation: str, gathered: Sequence[tuple[Share, pa.Table]]) -> None:
+    """Make the relation with a row for each table's rows."""
+    table = sql.Identifier("airflow_cdc", relation)
+    names = list(dict.fromkeys(name for _, staged in gathered for name in staged.column_names))
+    columns = sql.SQL(", ").join(sql.SQL("{} text").format(sql.Identifier(name)) for name in names)
+    # It lives for one unit: to compress it would take longer than to write it.
+    plain = sql.SQL(", ").join(
+        sql.SQL("ALTER COLUMN {} SET STORAGE EXTERNAL").format(sql.Identifier(name)) for name in names
+    )
+    rows(
+        connection,
+        sql.SQL(
+            "CREATE UNLOGGED TABLE {table} (number int PRIMARY KEY, {columns}) WITH (autovacuum_enabled = off);"
+            "ALTER TABLE {table} {plain}"
+        ).format(table=table, columns=columns, plain=plain),
+    )
+    texts = {
+        name: [array_text(staged[name]) if name in staged.column_names else None for _, staged in gathered]
+        for name in names
+    }
+    numbers = pa.array([shared.number for shared, _ in gathered], pa.int32())
+    batch = pa.RecordBatch.from_arrays(
+        [numbers, *(pa.array(each, pa.large_binary()).view(pa.large_string()) for each in texts.values())],
+        names=["number", *names],
+    )
+    copy_batches(connection, table, batch.schema.names, [batch])
+
+
+def rows_of(staged: Staged, columns: Collection[str] | None = None) -> sql.Composable:
+    """The staged rows of a table, be they in a relation of its own or in one that others share.
+
+    :param columns: those that are looked at, of rows that are shared; ``None`` for all.
+    """
+    assert staged.relation is not None
+    relation = sql.Identifier("airflow_cdc", staged.relation)
+    if staged.share is None:
+        return relation
+    typed = dict(zip(staged.columns, staged.share.types, strict=True))
+    names = [sql.Identifier(name) for name in typed if columns is None or name in columns]
+    arrays = [sql.SQL("p.{}::{}[]").format(name, sql.SQL(typed[name.string])) for name in names]
+    return sql.SQL("(SELECT u.* FROM {} p, unnest({}) AS u ({}) WHERE p.number = {})").format(
+        relation, sql.SQL(", ").join(arrays), sql.SQL(", ").join(names), sql.Literal(staged.share.number)
+    )

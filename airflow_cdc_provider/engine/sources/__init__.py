@@ -1,0 +1,1 @@
+"""Where row changes come from: a folder for each kind of source."""

@@ -1,0 +1,140 @@
+"""Spark's checkpoint of a query, as far as the engine reads it: its id, and the offsets of its batches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from airflow_cdc_provider.engine.core.errors import ConfigError, StateUnwritable, StreamFailed
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sources.kafka.position import Found, Position
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
+from airflow_cdc_provider.engine.state.files import SPARKS
+from airflow_cdc_provider.engine.state.private_files import make_folder
+
+_VERSION = "v1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder.
+
+    :param url: as fsspec and Hadoop know it.
+    """
+
+    url: str
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Checkpoint:
+        """The one of a pipeline over topics; where the file names a folder, others may have theirs beside it."""
+        assert pipeline.topics is not None
+        own = pipeline.topics.checkpoint
+        return cls(f"{own}/{pipeline.name}" if own else f"{pipeline.state.rstrip('/')}/checkpoint")
+
+    def prepare(self) -> None:
+        """Make a folder on this machine before Spark does, which would let everybody read it."""
+        system, path = self._place()
+        if isinstance(system, LocalFileSystem):
+            try:
+                make_folder(Path(path), Path(path).parent)
+            except OSError as e:
+                raise self._unusable("made", "", e) from e
+
+    def id(self) -> str | None:
+        """What Spark has named the query; ``None`` where there is no checkpoint."""
+        text = self._read("metadata")
+        return None if text is None else str(json.loads(text)["id"])
+
+    def find(self, position: Position) -> Found:
+        """What stands there of a pipeline."""
+        id_ = self.id()
+        if id_ is None:
+            return Found(None)
+        last = position.applied - position.base - 1
+        planned = self._numbers("offsets")
+        offsets = self.offsets(last) if id_ == position.checkpoint and last in planned else None
+        return Found(id_, max(self._numbers("commits"), default=-1), max(planned, default=-1), offsets)
+
+    def offsets(self, batch: int) -> Offsets:
+        """The offsets at which a batch ends.
+
+        :raises StreamFailed: when they do not stand there as this Spark writes them.
+        """
+        found: dict[str, dict[str, int]] = json.loads(self._planned(batch)[2])
+        return found
+
+    def watermark(self, batch: int) -> int:
+        """That of a batch, in milliseconds since 1970; 0 where a query has none.
+
+        :raises StreamFailed: as :meth:`offsets`.
+        """
+        return int(json.loads(self._planned(batch)[1])["batchWatermarkMs"])
+
+    def _planned(self, batch: int) -> list[str]:
+        lines = (self._read(f"offsets/{batch}") or "").splitlines()
+        if len(lines) != 3 or lines[0] != _VERSION:
+            raise StreamFailed(
+                f"{self.url}/offsets/{batch} is not written as Spark 4.2 does",
+                "Run the pipeline with the version of Spark that has written its checkpoint.",
+            )
+        return lines
+
+    def require_own(self) -> None:
+        """Refuse a folder that holds what Spark does not write there: it would be removed with the checkpoint.
+
+        :raises ConfigError: naming it.
+        """
+        strange = [name for name in sorted(self._names("")) if not SPARKS.fullmatch(name)]
+        if strange:
+            raise ConfigError(
+                f"the checkpoint {self.url} is to be a folder of its own, and holds {strange[0]}",
+                "Name another one by source.checkpoint, or move away what is not of Spark.",
+            )
+
+    def remove(self) -> None:
+        """Remove it, if it is there: what Spark writes, and the folder if it holds nothing else."""
+        system, path = self._place()
+        try:
+            for name in filter(SPARKS.fullmatch, self._names("")):
+                system.rm(f"{path}/{name}", recursive=True)
+            if system.exists(path) and not self._names(""):
+                system.rmdir(path)
+        except Exception as e:  # object stores raise classes of their own
+            raise self._unusable("removed", "", e) from e
+
+    def _place(self) -> tuple[Any, str]:
+        system, path = fsspec.core.url_to_fs(self.url)
+        return system, str(path)
+
+    def _read(self, name: str) -> str | None:
+        system, path = self._place()
+        try:
+            return str(system.cat_file(f"{path}/{name}").decode())
+        except FileNotFoundError:
+            return None
+        except Exception as e:  # as above
+            raise self._unusable("read", name, e) from e
+
+    def _numbers(self, folder: str) -> list[int]:
+        return [int(name) for name in self._names(folder) if name.isdigit()]
+
+    def _names(self, folder: str) -> set[str]:
+        system, path = self._place()
+        try:
+            found = system.ls(f"{path}/{folder}".rstrip("/"), detail=False, refresh=True)
+        except FileNotFoundError:
+            return set()
+        except Exception as e:  # as above
+            raise self._unusable("listed", folder, e) from e
+        return {str(each).rstrip("/").rpartition("/")[2] for each in found}
+
+    def _unusable(self, what: str, name: str, error: Exception) -> StateUnwritable:
+        return StateUnwritable(
+            f"{self.url}/{name} cannot be {what}: {getattr(error, 'strerror', None) or error}",
+            "Give the pipeline a checkpoint, by source.checkpoint or in its state, that Spark and we can write.",
+        )

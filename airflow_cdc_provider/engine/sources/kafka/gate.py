@@ -1,0 +1,49 @@
+"""The restart gate of a pipeline over topics: whether these can continue what the commit record says."""
+
+from __future__ import annotations
+
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
+from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind
+
+
+def pass_gate(topics: Topics, position: Position) -> Offsets:
+    """Check that the topics still have what comes after the record's offsets.
+
+    :returns: the ends of all topics that are read by now, open transactions and what stands behind them included.
+    :raises GateClosed: naming what differs and the repair.
+    :raises ConfigError: when the pipeline file leaves out topics that have been read.
+    """
+    left = sorted(name for name in position.topics if not topics.source.reads(name))
+    if left:
+        key = "pattern" if topics.source.pattern else "topics"
+        raise ConfigError(
+            f"source.{key} leaves out {', '.join(left)}, which this pipeline has read",
+            "Put them back, or use another pipeline name for the others. To have none of their messages from here on,"
+            " leave them out in source.sql by _topic.",
+        )
+    known = topics.described(position.topics.keys())
+    ends = topics.written_ends(known)
+    position.require_source(topics.cluster.id(), known, topics.beginnings(known), ends)
+    return ends
+
+
+def lag_of(pipeline: Pipeline, record: Record | None) -> dict[str, int | None]:
+    """Return how far a pipeline is behind its topics, for ``status``; ``None`` before there is a record.
+
+    :returns: ``lag_messages``, those that have not been read; and ``held_messages``, how many of them cannot be read
+        yet, as they belong to a transaction that a producer has left open, or stand behind one.
+    :raises ConnectionFailed: when the cluster cannot be reached.
+    """
+    assert pipeline.topics is not None
+    topics = Topics(pipeline.topics)
+    named = topics.named()
+    readable, written = topics.ends(named), topics.written_ends(named)
+    if record is None:
+        return {"lag_messages": None, "held_messages": None}
+    offsets = Position.of(record).offsets
+    lag = behind(offsets, written)
+    return {"lag_messages": lag, "held_messages": lag - behind(offsets, readable)}

@@ -1,0 +1,356 @@
+"""What Spark reads of topics, and how it becomes the view that the query is over.
+
+Each message is either decoded or has a *trouble*, a text that says what is wrong with it. The decoded ones are the
+view, with the columns of the pipeline file, and ``_topic``, ``_partition``, ``_offset``, ``_timestamp`` and ``_key``;
+in Debezium's format also ``_op``, a letter as in a changelog: r, i, u or d, of which d has the row that is gone, and
+``_unchanged``, the names of columns whose value is left out, see :mod:`.unchanged_values`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from functools import reduce
+from operator import or_
+from typing import Any, cast
+
+from pyspark import Accumulator
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.types import ArrayType, StringType, StructField, StructType
+
+from airflow_cdc_provider.engine.core.errors import BadRecord, ConfigError
+from airflow_cdc_provider.engine.sources.kafka.avro_texts import UNDECODED
+from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage
+from airflow_cdc_provider.engine.sources.kafka.column_values import Values, counts_in
+from airflow_cdc_provider.engine.sources.kafka.message_texts import NO_UTF8, ONE, WHOLE, parsed_objects, with_texts
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, only
+from airflow_cdc_provider.engine.sources.kafka.unchanged_values import UNCHANGED, Placeholder, told
+
+OP = "_op"
+"""The column of the result that says what has been done to a row."""
+
+_ALL = Lineage()
+
+_TROUBLE = "_trouble"
+_COMPUTED = "the value of {} is not in it, as an update has left it alone, and source.sql does more than pass it on"
+_TRUNCATED = "it is a truncate"
+_ADDED_UP = "op is t, a truncate, which source.sql cannot take out of what it has added up"
+_NO_VALUE = "it has no value"
+_NAMES = "array<string>"
+_LETTERS = {"r": "r", "c": "i", "u": "u", "d": "d"}
+_BAD = re.compile(r"bad record (\S+)\[(\d+)\]@(\d+): (.*?) \(end of trouble\)", re.DOTALL)
+
+
+class Truncated(BadRecord):
+    """A query has come to a truncate, which is for the units to follow."""
+
+    def __init__(self, topic: str, partition: int, offset: int) -> None:
+        self.topic, self.partition, self.offset = topic, partition, offset
+        what = f"message {offset} of {topic}[{partition}] is a truncate that has not been applied yet"
+        super().__init__(what, "Let the pipeline come behind it by `airflow-cdc run`; then do this again.", what)
+
+
+def columns_of(source: TopicSource) -> StructType:
+    """The columns of the file.
+
+    :raises ConfigError: when Spark does not take them for a schema, or ``source.epochs`` does not fit them.
+    """
+    try:
+        found = cast(StructType, StructType.fromDDL(source.columns))
+    except Exception as e:  # of Spark's parser, in several classes
+        raise ConfigError(
+            f"source.columns: {source.columns!r} is not a schema: {str(e).strip().splitlines()[0]}",
+            "Give columns as Spark's CREATE TABLE has them, such as `id BIGINT NOT NULL, at TIMESTAMP`.",
+        ) from e
+    kinds = {each.name: each.dataType for each in found}
+    for name, unit in source.units:
+        if name not in kinds or unit not in counts_in(kinds[name]):
+            what = kinds[name].simpleString().upper() if name in kinds else "no column of source.columns"
+            raise ConfigError(
+                f"source.epochs: {name} is {what}, of which no number of {unit} is a value",
+                "Name columns of the type TIMESTAMP or TIMESTAMP_NTZ, with seconds, milliseconds or microseconds, or"
+                " of the type DATE, with days.",
+            )
+    return found
+
+
+def raw_stream(spark: SparkSession, source: TopicSource, starting: Offsets) -> DataFrame:
+    """The messages of the topics, as they come, of transactions only once they are committed.
+
+    :param starting: where to begin, for all partitions, unless there is a checkpoint.
+    """
+    options = {
+        **source.client_options,
+        **source.topic_options,
+        "startingOffsets": json.dumps(starting),
+        "maxOffsetsPerTrigger": str(source.max_batch_messages),
+        "failOnDataLoss": "true",
+        "kafka.isolation.level": "read_committed",
+    }
+    return spark.readStream.format("kafka").options(**options).load()
+
+
+def raw_range(spark: SparkSession, source: TopicSource, start: Offsets, end: Offsets) -> DataFrame:
+    """The messages between some offsets; of partitions that ``start`` does not have, from their first one on."""
+    return spark.read.format("kafka").options(**_range_options(source, start, end)).load()
+
+
+def _range_options(source: TopicSource, start: Offsets, end: Offsets) -> dict[str, str]:
+    begin = {t: {p: start.get(t, {}).get(p, -2) for p in partitions} for t, partitions in end.items()}
+    return {
+        **source.client_options,
+        "assign": json.dumps({topic: [int(p) for p in partitions] for topic, partitions in end.items()}),
+        "startingOffsets": json.dumps(begin),
+        "endingOffsets": json.dumps(end),
+        "failOnDataLoss": "true",
+        "kafka.isolation.level": "read_committed",
+    }
+
+
+def raw_stream_of_range(spark: SparkSession, source: TopicSource, start: Offsets, end: Offsets) -> DataFrame:
+    """As :func:`raw_range`, for a stream, which by itself has no end to be named."""
+    options = _range_options(source, start, end)
+    del options["endingOffsets"]
+    inside = [
+        (f.col("topic") == topic) & (f.col("partition") == int(p)) & (f.col("offset") < offset)
+        for topic, partitions in end.items()
+        for p, offset in partitions.items()
+    ]
+    return spark.readStream.format("kafka").options(**options).load().filter(reduce(or_, inside))
+
+
+def raw_nothing(spark: SparkSession) -> DataFrame:
+    """What has the columns of messages, without a cluster."""
+    kinds = {"key": "binary", "value": "binary", "topic": "string", "partition": "int", "offset": "bigint"}
+    columns = [f.lit(None).cast(kind).alias(name) for name, kind in kinds.items()]
+    return spark.readStream.format("rate").load().select(*columns, "timestamp")
+
+
+def readable(
+    raw: DataFrame,
+    source: TopicSource,
+    lineage: Lineage = _ALL,
+    missed: Accumulator[frozenset[int]] | None = None,
+) -> DataFrame:
+    """The view's rows, without messages that have a trouble.
+
+    :param lineage: of the query; messages have to have what it computes with.
+    :param missed: see :class:`.AvroTexts`.
+    """
+    values = _values(source)
+    decoded = _decoded(raw, source, values, lineage, missed)
+    if source.format == "debezium":
+        decoded = _ended(decoded, f.col(_TROUBLE) == _TRUNCATED)
+    return _shown(decoded, source, values).filter(f.col(_TROUBLE).isNull()).drop(_TROUBLE)
+
+
+def required(raw: DataFrame, source: TopicSource, lineage: Lineage = _ALL) -> DataFrame:
+    """The view's rows; the first message that has a trouble ends the query, see :func:`bad_record`."""
+    values = _values(source)
+    decoded = _ended(_decoded(raw, source, values, lineage), f.col(_TROUBLE).isNotNull())
+    return _shown(decoded, source, values).drop(_TROUBLE)
+
+
+def _ended(decoded: DataFrame, bad: Column) -> DataFrame:
+    """Let the first message of some end the query, see :func:`bad_record`."""
+    said = f.concat(
+        f.lit("bad record "),
+        f.col("topic"),
+        f.lit("["),
+        f.col("partition").cast("string"),
+        f.lit("]@"),
+        f.col("offset").cast("string"),
+        f.lit(": "),
+        f.col(_TROUBLE),
+        f.lit(" (end of trouble)"),
+    )
+    # What Spark cannot know before it puts together with no other condition: one of the query's, asked first, would let
+    # the message go unseen.
+    ends = f.when(bad & (f.spark_partition_id() >= 0), f.raise_error(said).cast("boolean")).otherwise(f.lit(True))
+    return decoded.filter(ends)
+
+
+def troubled(raw: DataFrame, source: TopicSource, lineage: Lineage, missing: frozenset[int]) -> DataFrame:
+    """Messages that have a trouble, as they are to be written to another topic, with headers that say where from.
+
+    :param lineage: see :func:`readable`.
+    :param missing: see :class:`.AvroTexts`.
+    """
+    bad = _decoded(raw, source, _values(source), lineage, missing=missing).filter(f.col(_TROUBLE) != _TRUNCATED)
+    return _buried(bad, f.col(_TROUBLE))
+
+
+def truncates(raw: DataFrame, source: TopicSource) -> DataFrame:
+    """Return where truncates stand in topics in Debezium's format: partition, offset, and what tells them apart."""
+    values = _values(source)
+    told_by = StructType([StructField(name, StringType()) for name in ("sequence", "lsn", "ts_us", "ts_ms")])
+    envelope = StructType([StructField(OP[1:], StringType()), StructField("source", told_by)])
+    texts = with_texts(raw.filter(f.col("value").isNotNull()), source, values)
+    parsed = parsed_objects(texts, StructType([*envelope, StructField("payload", envelope)]), values)
+    e = f.col(WHOLE)
+    parsed = parsed.withColumn("p", f.coalesce(e["payload"], f.struct(e["op"], e["source"])))
+    identity = f.concat_ws(" ", *(f.col("p.source")[name] for name in told_by.names))
+    return parsed.filter(f.col("p.op") == "t").select("partition", "offset", identity.alias("identity"))
+
+
+def set_aside(raw: DataFrame, skips: Collection[Skip]) -> DataFrame:
+    """Messages that are passed over, as :func:`troubled` has others."""
+    return _buried(only(raw, skips), f.col("cause"))
+
+
+def _buried(bad: DataFrame, error: Column) -> DataFrame:
+    told = {name: f.col(name) for name in ("topic", "partition", "offset")} | {"error": error}
+    headers = f.array(
+        *(
+            f.struct(f.lit(f"airflow_cdc.{name}").alias("key"), value.cast("string").cast("binary").alias("value"))
+            for name, value in told.items()
+        )
+    )
+    return bad.select("key", "value", headers.alias("headers"))
+
+
+def bad_record(text: str) -> BadRecord | None:
+    """The error for what :func:`required` has ended a query with; ``None`` for any other end.
+
+    :param text: of Spark's error.
+    """
+    found = _BAD.search(text)
+    if found is None:
+        return None
+    topic, partition, offset, trouble = found.groups()
+    if trouble == _TRUNCATED:
+        return Truncated(topic, int(partition), int(offset))
+    return BadRecord(
+        f"message {offset} of {topic}[{partition}] cannot be read: {trouble}",
+        "Nothing of its batch was applied. Correct source.columns or source.format if they are wrong; otherwise have"
+        " such messages written to another topic by source.bad_records: {dead_letter: …}, or pass this one by"
+        f" `airflow-cdc skip --topic {topic} --partition {partition} --offset {offset}`, and start again.",
+        f"message {offset} of {topic}[{partition}] cannot be read",
+    )
+
+
+def _decoded(
+    raw: DataFrame,
+    source: TopicSource,
+    values: Values,
+    lineage: Lineage,
+    missed: Accumulator[frozenset[int]] | None = None,
+    missing: frozenset[int] = frozenset(),
+) -> DataFrame:
+    """Messages with their row in ``m``, what is wrong with it, and in Debezium's format the operation."""
+    if source.format in ("text", "bytes"):
+        return _as_whole(raw, source)
+    columns, texts = columns_of(source), with_texts(raw, source, values, missed, missing)
+    if source.format != "debezium":
+        return _plain(texts, columns, values)
+    return _debezium(texts, columns, values, Placeholder(source.unavailable), lineage)
+
+
+def _as_whole(raw: DataFrame, source: TopicSource) -> DataFrame:
+    """Messages whose value is the row, as it stands."""
+    text = f.col("value").cast("string")
+    bad = f.lit(None).cast("string")
+    if source.format == "text" and "encoding" not in source.lenient:
+        bad = f.when(~f.is_valid_utf8(text), f.lit(NO_UTF8))
+    value = f.make_valid_utf8(text) if source.format == "text" else f.col("value")
+    trouble = f.when(f.col("value").isNull(), f.lit(_NO_VALUE)).otherwise(bad)
+    return raw.withColumn("m", f.struct(value.alias("value"))).withColumn(_TROUBLE, trouble)
+
+
+def _plain(raw: DataFrame, columns: StructType, values: Values) -> DataFrame:
+    parsed = parsed_objects(raw, values.schema(columns), values)
+    return parsed.withColumn("m", f.col(WHOLE)).withColumn(
+        _TROUBLE, f.coalesce(_unreadable(), _wrong(columns, f.col(WHOLE), values, f.lit(None).cast(_NAMES)))
+    )
+
+
+def _debezium(
+    raw: DataFrame, columns: StructType, values: Values, placeholder: Placeholder, lineage: Lineage
+) -> DataFrame:
+    """A tombstone follows the delete of its key, and says nothing more."""
+    row = values.schema(columns)
+    unchanged = StructType([StructField("unchanged", ArrayType(StringType()))])
+    envelope = StructType(
+        [
+            StructField("before", row),
+            StructField("after", row),
+            StructField(OP[1:], StringType()),
+            StructField("source", unchanged),
+        ]
+    )
+    whole = StructType([*envelope, StructField("payload", envelope)])
+    parsed = parsed_objects(raw.filter(f.col("value").isNotNull()), whole, values)
+    e = f.col(WHOLE)
+    parsed = parsed.withColumn("p", f.coalesce(e["payload"], f.struct(*(e[each.name] for each in envelope))))
+    # A row that is read, or gone, is told as a whole.
+    update = told(row, placeholder, f.col("p.after"), f.col("p.before"), f.col("p.source.unchanged"))
+    parsed = parsed.withColumn("update", f.when(f.col("p.op").isin("u", "c"), update))
+    letter = f.create_map(*(f.lit(each) for pair in _LETTERS.items() for each in pair))
+    gone = f.col("p.op") == "d"
+    now = f.coalesce(f.col("update.row"), f.col("p.after"))
+    parsed = parsed.withColumn("m", f.when(gone, f.col("p.before")).otherwise(now))
+    away = f.col("update.away")
+    parsed = parsed.withColumn(UNCHANGED, away)
+    parsed = parsed.withColumn(OP, f.element_at(letter, f.col("p.op")))
+    emptied = _ADDED_UP if lineage.stateful else _TRUNCATED
+    trouble = f.coalesce(
+        _unreadable(),
+        f.when(f.col("p.op") == "t", f.lit(emptied)),
+        f.when(f.col(OP).isNull(), f.concat(f.lit("op is "), f.coalesce(f.col("p.op"), f.lit("missing")))),
+        f.when(f.col("m").isNull(), f.when(gone, f.lit("before is missing")).otherwise(f.lit("after is missing"))),
+        f.when(~gone, _wrong(columns, f.col("m"), values, away)),
+        *(f.when(f.array_contains(away, name), f.lit(_COMPUTED.format(name))) for name in sorted(lineage.computed)),
+    )
+    return parsed.withColumn(_TROUBLE, trouble)
+
+
+def _unreadable() -> Column:
+    return (
+        f.when(f.col("value").isNull(), f.lit(_NO_VALUE))
+        .when(f.col(UNDECODED).isNotNull(), f.col(UNDECODED))
+        .when(~f.coalesce(f.col(ONE), f.lit(False)), f.lit("it is not one JSON object with values of these columns"))
+        .otherwise(f.lit(None).cast("string"))
+    )
+
+
+def _wrong(columns: StructType, row: Column, values: Values, away: Column) -> Column:
+    """Which column has a value that is none of it, or has to be there and is not.
+
+    :param away: names of columns whose value is left out as it stays.
+    """
+    found = [_lacking(columns, row, away)]
+    for each in columns:
+        bad = values.bad(row[each.name], each)
+        if bad is not None:
+            said = f"the value of {each.name} is none of {each.dataType.simpleString().upper()}, or would be changed"
+            found.append(f.when(bad, f.lit(said)))
+    return f.coalesce(*found)
+
+
+def _lacking(columns: StructType, row: Column, away: Column) -> Column:
+    """Which of the columns that have to be there is not."""
+    needed = [each.name for each in columns if not each.nullable]
+    stays = {name: f.coalesce(f.array_contains(away, name), f.lit(False)) for name in needed}
+    missing = [f.when(row[name].isNull() & ~stays[name], f.lit(f"{name} is missing")) for name in needed]
+    return f.coalesce(*missing, f.lit(None).cast("string"))
+
+
+def _values(source: TopicSource) -> Values:
+    return Values(source.lenient, dict(source.units))
+
+
+def _shown(decoded: DataFrame, source: TopicSource, values: Values) -> DataFrame:
+    """The columns of the view, and the trouble."""
+    place: dict[str, Any] = {
+        "_topic": f.col("topic"),
+        "_partition": f.col("partition"),
+        "_offset": f.col("offset"),
+        "_timestamp": f.col("timestamp"),
+        "_key": f.col("key").cast("string"),
+    }
+    operation = [OP, UNCHANGED] if source.format == "debezium" else []
+    own = [values.value(f.col("m")[each.name], each).alias(each.name) for each in columns_of(source)]
+    return decoded.select(*own, *operation, *(column.alias(name) for name, column in place.items()), _TROUBLE)

@@ -1,0 +1,325 @@
+"""Making a pipeline over topics ready, and removing it: checks, target tables, commit record.
+
+At the source nothing is made. Where the topics begin is recorded before anything is read, so that a first run that
+breaks off begins there again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from airflow_cdc_provider.engine.commands.preflight import (
+    changelog_names,
+    check_beside_source,
+    check_continuation,
+    preflight,
+    require_mode,
+    target_name,
+)
+from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, SinkIsSource
+from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
+from airflow_cdc_provider.engine.kafka.addresses import readable_logins
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger, write_ledger
+from airflow_cdc_provider.engine.runs.run import (
+    commit_record_of,
+    existing_record,
+    record_if_any,
+    refuse_second_writer,
+    require_epoch,
+    require_targets,
+    sink_of,
+    take_epoch,
+)
+from airflow_cdc_provider.engine.sinks.contract import Record, Target
+from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
+from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
+from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
+from airflow_cdc_provider.engine.sinks.kafka.staging_topic import SUFFIX
+from airflow_cdc_provider.engine.sources.kafka.avro_texts import READ_SCHEMAS
+from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
+from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
+from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.query_difference import text_difference
+from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import fitting
+from airflow_cdc_provider.engine.sources.kafka.topics import Topics
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.location import clear, refuse_others
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from airflow_cdc_provider.engine.sources.kafka.query import Shape
+
+# What sinks are asked beside their tables; of which :func:`check` has told.
+_WITHOUT_TABLE = (
+    *("sink", "sink functions", "sink server", "sink durability", "sink loading", "codec", "commit record"),
+    *("transaction timeout", "transactions", "schema registry", "encryption"),
+)
+
+
+def check(pipeline: Pipeline) -> list[Finding]:
+    """Check topics, sinks and state of a pipeline without Spark; changes nothing."""
+    checks, source = Checks(), _source(pipeline)
+    topics = Topics(source)
+    named = checks.run("source", topics.cluster.id, lambda id_: f"source {source.brokers} is reachable, cluster {id_}.")
+    for warning in readable_logins("source", source.properties, source.registry, source.registry_properties):
+        checks.warn("encryption", warning)
+    if named is not None:
+        checks.run("topics", topics.named, lambda found: f"Topics that are read: {len(found)}.")
+        if source.dead_letters:
+            checks.run("dead letters", lambda: _dead_letters(topics))
+        checks.run("identity", lambda: _identity(pipeline, named))
+    if source.registry:
+        checks.run("schema registry", lambda: _registry(Registry(source.registry, source.registry_properties)))
+    checks.run("checkpoint", lambda: _checkpoint(pipeline))
+    records = check_beside_source(checks, pipeline, None, None)
+    if named is not None:
+        check_continuation(checks, pipeline, None, records)
+    return checks.findings
+
+
+def check_query(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
+    """Check what a pipeline's query returns, and whether the sinks can have a table of it; changes nothing."""
+    from airflow_cdc_provider.engine.sources.kafka.query import shape_of
+
+    checks = Checks()
+
+    def described(found: Shape) -> str:
+        kept = "state" if found.stateful else "no state"
+        return f"The query returns {len(found.table.columns)} columns, and keeps {kept}."
+
+    shape = checks.run("query", lambda: shape_of(spark, pipeline), described)
+    return checks.findings + (_check_table(pipeline, shape.table) if shape is not None else [])
+
+
+def _check_table(pipeline: Pipeline, table: Table) -> list[Finding]:
+    """Check whether the sinks can have a table; without what has been checked of them before there was one."""
+    checks = Checks()
+    for branch in pipeline.branches:
+        checks.run("names", partial(changelog_names, branch, [table]))
+        branch.sink.check(checks, None, branch, [table])
+    return [
+        finding if finding.error is None else replace(finding, error=fitting(finding.error))
+        for finding in checks.findings
+        if finding.check not in _WITHOUT_TABLE or not finding.ok
+    ]
+
+
+def provision(pipeline: Pipeline, takeover: bool) -> Record:
+    """Create, or verify, target tables and commit record; take the epoch of a run.
+
+    :raises CdcError: when something stands in the way; then nothing has been changed, but for sinks that have begun
+        before one that refuses.
+    """
+    state = State(pipeline.state)
+    refuse_others(state, pipeline.name)
+    for branch in pipeline.branches:
+        if read_ledger(branch, state) is not None:
+            existing_record(branch)  # there has been one
+    require(preflight(pipeline))
+    record = record_if_any(pipeline)
+    refuse_second_writer(state, record.epoch if record else 0, None, takeover)
+    new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
+    for branch in pipeline.branches:
+        if branch not in new:
+            _require_same(branch, existing_record(branch), _meaning(pipeline))
+    if new:
+        _begin(pipeline, new, record)
+    epoch = take_epoch(pipeline, state, takeover)
+    for branch in pipeline.branches:
+        _note_epochs(branch, epoch, _meaning(pipeline))
+    record = existing_record(pipeline)
+    require_epoch(record, epoch)
+    write_ledger(pipeline, state, record)
+    for branch in pipeline.branches:
+        own = existing_record(branch)
+        require_targets(sink_of(branch), own)
+        pass_gate(Topics(_source(pipeline)), Position.of(own))
+    return record
+
+
+def _begin(pipeline: Pipeline, new: Sequence[Pipeline], record: Record | None) -> None:
+    """Let the records of sinks begin, all at the same offsets; those that a try has begun which broke off say where.
+
+    :raises ConfigError: when others have gone on from there.
+    """
+    if record is not None and record.applied:
+        raise ConfigError(
+            f"sink: {new[0].sink.place} has been added to a pipeline that has read its topics up to unit"
+            f" {record.applied}: it would lack what came before",
+            "Fill it by a pipeline of another name.",
+        )
+    table, stateful = _look_at_query(pipeline)
+    require(_check_table(pipeline, table))
+    identity = _first_position(pipeline, stateful) if record is None else _without_mode(record.identity)
+    for branch in new:
+        target = Target(table, *target_name(branch, table))
+        sink_of(branch).prepare([target], [], {**identity, "mode": branch.sink.mode}, 0)
+
+
+def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:
+    from airflow_cdc_provider.engine.sources.kafka.query import shape_of
+    from airflow_cdc_provider.engine.spark.session import spark_session
+
+    with spark_session(pipeline, "provision") as spark:
+        shape = shape_of(spark, pipeline)
+    return shape.table, shape.stateful
+
+
+def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
+    source = _source(pipeline)
+    topics = Topics(source)
+    named = topics.named()
+    offsets = topics.beginnings(named) if source.starting == "earliest" else topics.ends(named)
+    ids = {topic.name: topic.id for topic in named}
+    return Position(0, topics.cluster.id(), offsets, offsets, ids, _meaning(pipeline), stateful, None, 0).to_identity()
+
+
+def _without_mode(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in identity.items() if name != "mode"}
+
+
+def _meaning(pipeline: Pipeline) -> Mapping[str, Any]:
+    """What of the file decides about rows and state; the sinks may decide about the output."""
+    from airflow_cdc_provider.engine.sources.kafka.query import output_of
+
+    return {**_source(pipeline).meaning, "output": output_of(pipeline)}
+
+
+def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) -> None:
+    """Refuse a file whose meaning is no longer that of what has been written, or of the state that is kept.
+
+    :param meaning: see :func:`_meaning`, of the whole pipeline.
+    :raises ConfigError: naming the key.
+    """
+    position = Position.of(record)
+    require_mode(branch, record.identity)
+    for target in record.targets:
+        if (target.schema, target.name) != target_name(branch, target.table):
+            raise ConfigError(
+                f"sink.schema: {branch.sink.schema!r}, but {target.table.label} has been provisioned into"
+                f" {target.schema}.{target.name}",
+                "Put the schema back, or use another pipeline name for the other schema.",
+            )
+    fixed = meaning.keys() if position.stateful else ("table", "key")
+    recorded = _with_epochs(position.query, meaning)
+    for name in fixed:
+        if meaning[name] != recorded.get(name):
+            raise ConfigError(
+                f"source.{name} is not what the pipeline has been provisioned with:\n"
+                f"{text_difference(recorded.get(name), meaning[name])}",
+                "Put it back, or use another pipeline name. A query that keeps state cannot be changed: what it has"
+                " added up is of the query of before.",
+            )
+
+
+def _with_epochs(recorded: Mapping[str, Any], meaning: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recorded query with the units of epochs that it lacks: until then such numbers were of no row."""
+    if "epochs" not in meaning:
+        return recorded
+    return {**recorded, "epochs": {**meaning["epochs"], **recorded.get("epochs", {})}}
+
+
+def _note_epochs(branch: Pipeline, epoch: int, meaning: Mapping[str, Any]) -> None:
+    """Record units of epochs that the file of a query with state has gained: from here on they are in what it keeps."""
+    position = Position.of(existing_record(branch))
+    query = _with_epochs(position.query, meaning)
+    if position.stateful and query != position.query:
+        sink_of(branch).note_source(epoch, {"query": query})
+
+
+def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
+    """Note messages in the sinks' records that are passed over from here on.
+
+    :raises ConfigError: when one is of no topic that is read, has been read, or is not there yet.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
+    """
+    positions = [Position.of(existing_record(branch)) for branch in pipeline.branches]
+    ends = Topics(_source(pipeline)).written_ends()
+    read = max(positions, key=lambda position: position.applied).offsets
+    for each in skips:
+        p = str(each.partition)
+        begin, end = read.get(each.topic, {}).get(p, 0), ends.get(each.topic, {}).get(p, 0)
+        if not begin <= each.first <= each.last < end:
+            there = f"offsets {begin} to {end - 1} of its partition" if begin < end else "none of its partition"
+            raise ConfigError(
+                f"{each.place} cannot be passed over: {there} have not been read",
+                "Give topic, partition and offset as the error names them. What has been read is in the sinks.",
+            )
+    known = {skip for position in positions for skip in position.skipped}
+    state = State(pipeline.state)
+    epoch = take_epoch(pipeline, state, takeover)
+    for branch in pipeline.branches:
+        sink_of(branch).note_source(epoch, noted({*known, *skips}))
+    record = existing_record(pipeline)
+    write_ledger(pipeline, state, record)
+    return record
+
+
+def _registry(registry: Registry) -> str:
+    try:
+        registry.check()
+    except MissingPrivilege as e:
+        raise MissingPrivilege(e.message, READ_SCHEMAS) from e
+    return f"The schema registry {registry.url} answers."
+
+
+def _checkpoint(pipeline: Pipeline) -> str:
+    checkpoint = Checkpoint.of(pipeline)
+    checkpoint.require_own()
+    return f"The checkpoint {checkpoint.url} holds nothing of others."
+
+
+def _identity(pipeline: Pipeline, cluster: str) -> str:
+    """Refuse to read what the pipeline itself writes: it would never come to an end."""
+    source = _source(pipeline)
+    schema, name = source.schema_and_name
+    for sink in pipeline.sinks:
+        if not isinstance(sink, KafkaSettings) or Cluster(sink.brokers, sink.properties).id() != cluster:
+            continue
+        own = f"{PREFIX}{pipeline.name}"
+        target = sink.topic_of(pipeline.name, sink.schema.replace("{schema}", schema), name)
+        for topic in (target, own, f"{own}{SUFFIX}"):
+            if source.reads(topic):
+                raise SinkIsSource(
+                    f"source.{'pattern' if source.pattern else 'topics'} reads {topic}, which the pipeline writes",
+                    "Give the sink another topic by sink.topic, or let source.pattern leave the pipeline's own out.",
+                )
+    return "The pipeline reads no topic that it writes."
+
+
+def _dead_letters(topics: Topics) -> str:
+    name = topics.source.dead_letters
+    if not topics.described([name]):
+        raise ConfigError(
+            f"source.bad_records: {topics.source.brokers} has no topic {name}", "Create it, or name another one."
+        )
+    return f"Messages that cannot be read go to {name}."
+
+
+def remove(pipeline: Pipeline, takeover: bool) -> None:
+    """Remove the state, checkpoint included, the sinks' records and what is staged; never target tables or topics.
+
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
+    """
+    state, records = State(pipeline.state), commit_record_of(pipeline)
+    refuse_others(state, pipeline.name)
+    record = record_if_any(pipeline)
+    refuse_second_writer(state, record.epoch if record else 0, None, takeover)
+    forget_ledger(state)
+    records.drop()
+    Checkpoint.of(pipeline).remove()
+    clear(state)
+
+
+def _source(pipeline: Pipeline) -> TopicSource:
+    assert pipeline.topics is not None
+    return pipeline.topics

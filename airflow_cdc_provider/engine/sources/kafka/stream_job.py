@@ -1,0 +1,290 @@
+"""The job of a pipeline over topics: Spark's query, and what watches it until it has done what was asked for.
+
+Other than the stream of a database's log, it goes on with Spark's checkpoint, in which the state of windows is. What it
+goes on from is said by the commit record all the same: see :mod:`.position`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.foreach_batch import Batches
+from airflow_cdc_provider.engine.runs.run import Run, existing_record
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.kafka import message_view
+from airflow_cdc_provider.engine.sources.kafka.avro_texts import unknown_schemas
+from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside
+from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
+from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
+from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates, foremost, goes_on
+from airflow_cdc_provider.engine.sources.kafka.query import Shape, keeps_last, output_of, result, shape_of
+from airflow_cdc_provider.engine.sources.kafka.query_difference import table_difference
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of, fitting
+from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind, reached, with_all
+from airflow_cdc_provider.engine.sources.kafka.unit_writer import TopicUnits, records_of
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
+from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
+
+log = logging.getLogger(__name__)
+
+_EARLIEST = -2
+_TELLING_SECONDS, _LOOK_SECONDS = 5.0, 0.05
+_OPEN_SECONDS = 15.0
+
+
+def follower(
+    pipeline: Pipeline, unit: int | None, catch_up: bool
+) -> tuple[Callable[..., StreamProgress], Callable[[StreamProgress], bool]]:
+    """What reads topics until it has come as far as is asked, and what tells whether it has.
+
+    :param unit: to be reached.
+    :param catch_up: reach the ends that the topics have now.
+    """
+    assert pipeline.topics is not None
+    goal = Goal.now(Topics(pipeline.topics)) if catch_up else None
+
+    def follow(spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]) -> StreamProgress:
+        return TopicJob(spark, run, tell).follow(unit, goal)
+
+    def has_reached(done: StreamProgress) -> bool:
+        if goal is not None:
+            records = map(existing_record, pipeline.branches)
+            return all(reached(Position.of(record).offsets, goal.written) for record in records)
+        return unit is not None and done.applied >= unit
+
+    return follow, has_reached
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The ends that topics have when a job begins that is to catch up.
+
+    :param written: behind all messages, those of open transactions and what stands behind these included.
+    :param readable: before the first open transaction, if there is one.
+    """
+
+    written: Offsets
+    readable: Offsets
+
+    @classmethod
+    def now(cls, topics: Topics) -> Goal:
+        """Look at the topics; not at what is written while that is done."""
+        named = topics.named()
+        return cls(topics.written_ends(named), topics.ends(named))
+
+
+class TopicJob:
+    """Reads topics until told otherwise.
+
+    :param report: called after every batch and about once a second.
+    """
+
+    def __init__(self, spark: SparkSession, run: Run, report: Callable[[StreamProgress], None]) -> None:
+        source = run.pipeline.topics
+        assert source is not None
+        self._spark = spark
+        self._run = run
+        self._source = source
+        self._report = report
+        self._topics = Topics(source)
+        self._checkpoint = Checkpoint.of(run.pipeline)
+        self._look_at_records()
+        self._batches = self._new_batches()
+        self._brought: int | None = None  # the number of the last batch that Spark has handed over
+        self._late: dict[int, int] = {}
+        self._told = ""  # when what Spark has told last began
+        self._before = StreamProgress(self._slowest.applied)  # by queries that messages have been set aside of
+        self._lag: int | None = None
+        self._held: tuple[Offsets, float] | None = None  # where an open transaction is waited for, and since when
+
+    def follow(self, target: int | None, goal: Goal | None) -> StreamProgress:
+        """Bring in messages until unit ``target`` has been applied, or all before ``goal``; for ever with neither.
+
+        A transaction that a producer leaves open holds up all behind it. It is waited for a little, as the next one of
+        a busy producer soon ends; whoever called is not to hang on one that nobody ends.
+
+        :returns: what was done. Ends early when the run is asked to stop.
+        :raises CdcError: when the query cannot go on.
+        """
+        while True:
+            try:
+                return self._follow(target, goal)
+            except SetAside as e:
+                log.warning("%s", e.message)
+                self._before = self._progress(None)
+                self._batches, self._brought = self._new_batches(), None
+                self._look_at_records()
+
+    def _follow(self, target: int | None, goal: Goal | None) -> StreamProgress:
+        query = self._start()
+        beat = time.monotonic()
+        with self._batches.watched(query):
+            while not self._run.stopping and not self._done(target, goal):
+                if self._batches.ended(query):
+                    break
+                self._run.check()
+                if time.monotonic() - beat >= self._run.pipeline.stream.heartbeat:
+                    beat = time.monotonic()
+                    self._look()
+                self._report(self._progress(query))
+            self._await_count(query)
+        self._look()
+        self._report(self._progress(query))
+        return self._progress(query)
+
+    def _new_batches(self) -> Batches:
+        return Batches(self._run, self._batch, lambda number, text: failure_of(text), failure_of)
+
+    def _look_at_records(self) -> None:
+        records = records_of(self._run)
+        self._slowest = min(records, key=lambda record: record.applied)
+        self._positions = [Position.of(record) for record in records]
+
+    def _start(self) -> StreamingQuery:
+        # What was about to be noted in all sinks may be so in one only.
+        skips = tuple(sorted({skip for position in self._positions for skip in position.skipped}))
+        slowest = Position.of(self._slowest)
+        truncates = max((p.truncates for p in self._positions if p.applied == slowest.applied), key=len)
+        position = replace(slowest, skipped=skips, truncates=truncates)
+        self._run.commit_record.sweep(self._run.epoch)
+        shape = require_query(self._spark, self._run.pipeline, self._slowest)
+        ends = pass_gate(self._topics, position)
+        first = foremost(self._positions)
+        base = first.base
+        if not goes_on(self._positions, self._checkpoint.find(first), self._checkpoint.url):
+            self._checkpoint.remove()
+            base = position.applied
+        self._checkpoint.prepare()
+        missed = unknown_schemas(self._spark)
+        in_order = not shape.stateful and keeps_last(self._run.pipeline, shape.told)
+        self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint, missed, in_order)
+        self._lag = behind(position.offsets, ends)
+        spare_modules()
+        # New partitions, and topics that a pattern matches by now, are read from their beginning.
+        starting = with_all(position.offsets, self._topics.named(), lambda topic, partition: _EARLIEST)
+        raw = message_view.raw_stream(self._spark, self._source, starting)
+        raw = behind_truncates(without(raw, skips), position.floors)
+        rows = result(self._spark, self._source, raw, missed)
+        return (
+            rows.writeStream.queryName(f"airflow-cdc {self._run.pipeline.name}")
+            .outputMode(output_of(self._run.pipeline))
+            .foreachBatch(self._batches)
+            .option("checkpointLocation", self._checkpoint.url)
+            .trigger(processingTime=f"{int(self._run.pipeline.stream.trigger * 1000)} milliseconds")
+            .start()
+        )
+
+    def _done(self, target: int | None, goal: Goal | None) -> bool:
+        if target is not None and self._units.applied >= target:
+            return True
+        if goal is None:
+            return False
+        offsets = self._units.position.offsets
+        if reached(offsets, goal.written):
+            return True
+        if not reached(offsets, goal.readable):
+            return False
+        if self._held is None or self._held[0] != offsets:
+            self._held = (offsets, time.monotonic())
+        if time.monotonic() - self._held[1] < _OPEN_SECONDS:
+            return False
+        log.warning(
+            "%s messages of %s stand in or behind a transaction that a producer has left open, and have not been read."
+            " The brokers end it after its transaction.timeout.ms; `kafka-transactions.sh find-hanging` lists those"
+            " that nobody will.",
+            behind(offsets, goal.written),
+            self._source.place,
+        )
+        return True
+
+    def _look(self) -> None:
+        """Look whether the topics can still continue what the sinks have, and how far they are ahead."""
+        position = self._units.position
+        self._lag = behind(position.offsets, pass_gate(self._topics, position))
+
+    def _batch(self, rows: DataFrame, number: int) -> None:
+        self._brought = number
+        try:
+            self._units.bring(rows, number)
+        except CdcError as e:
+            fitting(e)
+            raise
+
+    def _progress(self, query: StreamingQuery | None) -> StreamProgress:
+        """Return what has been done; without a query its rows that came too late are those counted before."""
+        units = self._units
+        counts = {}
+        if self._source.dead_letters:
+            counts["dead_letters"] = units.dead_letters
+        if self._source.late == "count":
+            counts["late"] = 0 if query is None else self._count_late(query)
+        return self._before.plus(
+            StreamProgress(
+                units.applied,
+                units.changes,
+                units.seconds,
+                units.tables.copy(),
+                units.batch_seconds,
+                counts=counts,
+                lag_messages=self._lag,
+            )
+        )
+
+    def _await_count(self, query: StreamingQuery) -> None:
+        """Let Spark tell of the last batch, which it does when its own log has it, before the query is stopped."""
+        if self._source.late != "count" or self._brought is None:
+            return
+        last, deadline = self._brought, time.monotonic() + _TELLING_SECONDS
+        while last not in self._late and query.isActive and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            self._count_late(query)
+
+    def _count_late(self, query: StreamingQuery) -> int:
+        """Rows that Spark has left out so far, as their window was closed."""
+        latest = query.lastProgress
+        if latest is not None and latest["timestamp"] != self._told:
+            self._told = latest["timestamp"]
+            for progress in query.recentProgress:
+                if "addBatch" in progress["durationMs"]:  # else Spark was idle, and names the batch that comes next
+                    operators: list[dict[str, Any]] = progress["stateOperators"]
+                    self._late[progress["batchId"]] = sum(each["numRowsDroppedByWatermark"] for each in operators)
+        return sum(self._late.values())
+
+
+def require_query(spark: SparkSession, pipeline: Pipeline, record: Record) -> Shape:
+    """Refuse a query that is not the one which the record's target was made for.
+
+    :returns: what the query makes.
+    :raises ConfigError: naming what differs.
+    """
+    shape = shape_of(spark, pipeline)
+    _require_same(shape.table, record.targets[0].table)
+    if shape.stateful != Position.of(record).stateful:
+        raise ConfigError(
+            f"source.sql keeps {'state' if shape.stateful else 'no state'}, but the pipeline has been provisioned with"
+            f" a query that keeps {'none' if shape.stateful else 'some'}",
+            "Put it back, or use another pipeline name: the state that the query would need is of no checkpoint.",
+        )
+    return shape
+
+
+def _require_same(now: Table, recorded: Table) -> None:
+    """Refuse a query that returns another table than the targets were made for."""
+    if now.to_dict() != recorded.to_dict():
+        raise ConfigError(
+            "source.sql, source.columns or source.key return other columns than the target was made for:\n"
+            f"{table_difference(recorded, now)}",
+            "Put them back, or use another pipeline name for the other result.",
+        )

@@ -1,0 +1,107 @@
+"""The topics of a source: which there are, where they begin and end, and how offsets in them compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+
+
+@dataclass(frozen=True)
+class Topics:
+    """The topics of a source, in their cluster.
+
+    :param source: what names both.
+    """
+
+    source: TopicSource
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that they are in."""
+        return Cluster(self.source.brokers, self.source.properties, "source")
+
+    def named(self) -> tuple[Topic, ...]:
+        """The topics that the source names.
+
+        :raises ConfigError: when one is not there, or none matches.
+        :raises MissingPrivilege: when one may not be described, which hides it from what the brokers list.
+        """
+        names: Sequence[str] = self.source.topics
+        if self.source.pattern:
+            names = [name for name in self._listed() if self.source.reads(name)]
+        found = self.described(names)
+        lacking = sorted({*names} - {topic.name for topic in found})
+        if lacking or not found:
+            raise ConfigError(
+                f"source.topics: {self.source.brokers} has no topic {', '.join(lacking)}"
+                if lacking
+                else f"source.pattern: {self.source.brokers} has no topic that matches {self.source.pattern}",
+                f"Create it, or name some of: {', '.join(self._listed()) or 'none'}.",
+            )
+        return found
+
+    def _listed(self) -> list[str]:
+        return [name for name in self.cluster.topics() if name[:2] != "__"]
+
+    def described(self, names: Collection[str]) -> tuple[Topic, ...]:
+        """Topics that are there, of some names."""
+        found = self.cluster.described(names)
+        return tuple(found[name] for name in sorted(found))
+
+    def beginnings(self, topics: Collection[Topic]) -> Offsets:
+        """The offsets of the first messages that are still there."""
+        return _as_offsets(self.cluster.beginnings(topics))
+
+    def ends(self, topics: Collection[Topic] | None = None) -> Offsets:
+        """The offsets behind the last messages, of transactions those that have been committed.
+
+        :param topics: all that the source names, by default.
+        """
+        return _as_offsets(self.cluster.committed_ends(self.named() if topics is None else topics))
+
+    def written_ends(self, topics: Collection[Topic] | None = None) -> Offsets:
+        """The offsets behind the last messages, those of open transactions and what stands behind them included.
+
+        :param topics: all that the source names, by default.
+        """
+        return _as_offsets(self.cluster.written_ends(self.named() if topics is None else topics))
+
+
+def _as_offsets(found: Mapping[str, Mapping[int, int]]) -> Offsets:
+    return {topic: {str(n): offset for n, offset in partitions.items()} for topic, partitions in found.items()}
+
+
+def behind(offsets: Offsets, ends: Offsets) -> int:
+    """The messages, and markers of transactions, between offsets and the ends of topics."""
+    return sum(
+        max(0, end - offsets.get(topic, {}).get(partition, 0))
+        for topic, partitions in ends.items()
+        for partition, end in partitions.items()
+    )
+
+
+def reached(offsets: Offsets, goal: Offsets) -> bool:
+    """Whether everything before the goal has been read."""
+    return all(
+        offsets.get(topic, {}).get(partition, 0) >= end
+        for topic, partitions in goal.items()
+        for partition, end in partitions.items()
+    )
+
+
+def with_all(offsets: Offsets, topics: Collection[Topic], otherwise: Callable[[Topic, str], int]) -> Mapping[str, Any]:
+    """The offsets of all partitions of topics, as Spark wants to be told where to start.
+
+    :param otherwise: tells that of a partition which has none.
+    """
+    return {
+        topic.name: {
+            str(n): offsets.get(topic.name, {}).get(str(n), otherwise(topic, str(n))) for n in range(topic.partitions)
+        }
+        for topic in topics
+    }

@@ -1,0 +1,230 @@
+"""Units of topics: how batches of Spark become commits of the sinks, in which the offsets change with the rows."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark import Accumulator
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.runs.run import Run, existing_record
+from airflow_cdc_provider.engine.sinks.contract import MissingValues, Record, StagedPiece
+from airflow_cdc_provider.engine.sources.kafka import message_view
+from airflow_cdc_provider.engine.sources.kafka.bad_messages import Blame, stage_rows, unknown
+from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
+from airflow_cdc_provider.engine.sources.kafka.message_order import require_unshuffled
+from airflow_cdc_provider.engine.sources.kafka.position import Position, with_truncates
+from airflow_cdc_provider.engine.sources.kafka.query import lineage_in
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
+from airflow_cdc_provider.engine.sources.kafka.topics import Topics
+from airflow_cdc_provider.engine.sources.kafka.truncate_messages import Truncates
+
+# Whether a message is too large is for the topic to say, and not for its producer, whose own limit is one MiB.
+_WHATEVER_SIZE = {"kafka.max.request.size": str(1 << 30), "kafka.buffer.memory": str(1 << 30)}
+
+
+@dataclass
+class _Branch:
+    """A sink, and what it has."""
+
+    run: Run
+    applied: int
+
+
+class TopicUnits:
+    """Brings batches into all sinks of a run, one after the other.
+
+    :param position: where the sink that has least is.
+    :param base: number of the last unit before the query's first batch.
+    :param missed: see :class:`.AvroTexts`.
+    :param in_order: rows have to come as their messages do, see :mod:`.message_order`.
+    :ivar applied: number of the last unit that all sinks have.
+    :ivar position: what the records say by now.
+    :ivar changes: rows that the query has returned, committed.
+    :ivar tables: the same by table.
+    :ivar dead_letters: messages that were written to another topic.
+    :ivar seconds: time spent in batches that held rows.
+    :ivar batch_seconds: the last of them.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        run: Run,
+        position: Position,
+        base: int,
+        checkpoint: Checkpoint,
+        missed: Accumulator[frozenset[int]],
+        in_order: bool,
+    ) -> None:
+        self.position = position
+        self.changes = 0
+        self.tables: Counter[str] = Counter()
+        self.dead_letters = 0
+        self.seconds = 0.0
+        self.batch_seconds: float | None = None
+        self._spark = spark
+        self._run = run
+        self._base = base
+        self._checkpoint = checkpoint
+        self._missed = missed
+        self._in_order = in_order
+        self._branches = [_Branch(branch, existing_record(branch.pipeline).applied) for branch in run.branches]
+        (target,) = existing_record(run.branches[0].pipeline).targets
+        self._table = target.table
+
+    @property
+    def applied(self) -> int:
+        """Number of the last unit that all sinks have."""
+        return min(branch.applied for branch in self._branches)
+
+    def bring(self, rows: DataFrame, batch: int) -> None:
+        """Bring a batch into all sinks; those that have it already leave it out.
+
+        It is computed in any case: without that, Spark would have no state for the next one.
+
+        :param rows: that the query returns.
+        :param batch: Spark's number of it.
+        :raises CdcError: when it cannot be brought into a sink; others may have it then.
+        """
+        started = time.monotonic()
+        unit, offsets = self._base + batch + 1, self._checkpoint.offsets(batch)
+        self._missed.value = frozenset()
+        noted = Position.noted(offsets, self._checkpoint.id(), self._base, self._topics(offsets))
+        if self._in_order:
+            require_unshuffled(rows)
+        truncates = Truncates(self._spark, self._run, self._source, self._table, self.position, self._missed)
+        applied = [branch.applied for branch in self._branches]
+        beginning = partial(self._beginning, offsets)
+        with truncates.noticed(beginning, offsets, unit, applied), self._blaming(offsets, unit):
+            staged = self._staged(rows, unit, batch)
+            if self.position.truncates:
+                noted |= {"truncates": (), "truncated": self.position.floors}
+                staged = [
+                    [replace(piece, index=n) for n, piece in enumerate([*truncates.staged(branch.run, unit), *found])]
+                    for branch, found in zip(self._branches, staged, strict=True)
+                ]
+        # Once nothing but a commit can fail, as each attempt writes them again; and after the rows, as these decide
+        # which messages cannot be read.
+        buried = self._bury(offsets) if unit > self.applied else 0
+        with self._blaming(offsets, unit):
+            pieces = [
+                self._commit(branch, unit, found, noted) for branch, found in zip(self._branches, staged, strict=True)
+            ]
+        failpoint("before-spark-commit")
+        self.position = replace(self.position, applied=self.applied, **noted)
+        self.dead_letters += buried
+        self._count(max(pieces, key=lambda each: sum(piece.changes for piece in each)), started)
+
+    def _staged(self, rows: DataFrame, unit: int, batch: int) -> list[list[StagedPiece]]:
+        """Stage a batch for all sinks."""
+        if len(self._branches) > 1:
+            rows = rows.persist()
+        try:
+            segment = len(self.position.truncates)
+            return [stage_rows(branch.run, rows, self._table, str(batch), unit, segment) for branch in self._branches]
+        finally:
+            if len(self._branches) > 1:
+                rows.unpersist()
+
+    @contextmanager
+    def _blaming(self, offsets: Offsets, unit: int) -> Iterator[None]:
+        """Let messages answer for a failure, unless a sink has the unit already, and with it what they became."""
+        try:
+            yield
+        except (CdcError, MissingValues, PySparkException, Py4JJavaError) as e:
+            verdict = self._verdict(e, offsets, unit)
+            if verdict is None:
+                raise
+            raise verdict from e
+
+    def _verdict(self, failure: Exception, offsets: Offsets, unit: int) -> CdcError | None:
+        applied = any(branch.applied >= unit for branch in self._branches)
+        end = with_truncates(offsets, self.position.floors)
+        start = partial(self._beginning, end)
+        blame = Blame(self._spark, self._run, self._source, self._table, self.position)
+        if isinstance(failure, MissingValues):
+            return unknown(failure) if applied else blame.lacking(failure, start, end, unit)
+        return None if applied else blame.verdict(failure, start, end, unit)
+
+    def _beginning(self, offsets: Offsets) -> Offsets:
+        """Return where a batch begins that ends at some offsets; new topics and partitions do so at their first."""
+        known = self.position.offsets
+        new = {topic for topic, found in offsets.items() if found.keys() - known.get(topic, {}).keys()}
+        topics = Topics(self._source)
+        first = topics.beginnings(topics.described(new)) if new else {}
+        return {topic: {**first.get(topic, {}), **known.get(topic, {})} for topic in offsets}
+
+    def _commit(
+        self, branch: _Branch, unit: int, staged: list[StagedPiece], noted: Mapping[str, Any]
+    ) -> list[StagedPiece]:
+        """Commit a batch; what of it the sink did not have yet."""
+        run = branch.run
+        committed = run.sink.commit(run.epoch, unit - 1, unit, staged, noted)
+        branch.applied = max(branch.applied, unit)
+        return staged if committed else []
+
+    def _count(self, pieces: list[StagedPiece], started: float) -> None:
+        gained = sum(piece.changes for piece in pieces)
+        if gained:
+            self.changes += gained
+            for piece in pieces:
+                self.tables.update(piece.changes_by_table)
+            self.batch_seconds = time.monotonic() - started
+            self.seconds += self.batch_seconds
+            self._run.history.batch(gained, self.batch_seconds, self.applied)
+        self._run.lag.advance(self.applied)
+
+    def _topics(self, offsets: Mapping[str, object]) -> Mapping[str, str]:
+        """The ids of the topics that have been read; a pattern may match a new one any time."""
+        known = self.position.topics
+        new = offsets.keys() - known.keys()
+        return {**known, **{topic.name: topic.id for topic in Topics(self._source).described(new)}} if new else known
+
+    def _bury(self, offsets: Mapping[str, Mapping[str, int]]) -> int:
+        """Write the batch's messages that cannot be read to the topic for them: before the unit, so that none is lost.
+
+        A unit that is brought in again, after a crash or a commit that failed, has them written again; their headers
+        tell which are one.
+        """
+        source, position = self._source, self.position
+        start, end = with_truncates(position.offsets, position.truncated), with_truncates(offsets, position.floors)
+        if not source.dead_letters or start == end:
+            return 0
+        raw = message_view.raw_range(self._spark, source, start, end)
+        skips = [each for each in position.skipped if each.within(start, end)]
+        lineage = lineage_in(self._spark, source)
+        bad = message_view.troubled(without(raw, skips), source, lineage, self._missed.value)
+        if skips:
+            bad = bad.union(message_view.set_aside(raw, skips))
+        bad = bad.persist()
+        try:
+            count = bad.count()
+            if count:
+                options = {**_WHATEVER_SIZE, **source.client_options, "topic": source.dead_letters}
+                bad.write.format("kafka").options(**options).save()
+        finally:
+            bad.unpersist()
+        return count
+
+    @property
+    def _source(self) -> TopicSource:
+        source = self._run.pipeline.topics
+        assert source is not None
+        return source
+
+
+def records_of(run: Run) -> list[Record]:
+    """The commit records of all sinks of a run."""
+    return [existing_record(branch.pipeline) for branch in run.branches]

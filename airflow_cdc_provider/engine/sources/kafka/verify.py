@@ -1,0 +1,235 @@
+"""Whether targets hold what the query makes of the messages that have been read, and which keys differ.
+
+What a :class:`.Replay` makes of the messages is one side of a comparison as :mod:`.comparison.compare` makes it, and
+the sink's rows are the other. While a stream runs, messages are read up to the ends of their topics, or, where windows
+are told once closed, as far as the sink is; and keys that differ are read again until they come to rest.
+
+A changelog has one event for each row of the result, so the two are compared row by row, copies counted. Where a key is
+told again (a window that has changed, an update of Debezium's), the row that each key has at last is compared.
+
+Where retention has removed messages that had been read, rows of the target that none of those still there has made are
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from airflow_cdc_provider.engine.comparison.compare import PASS_TIMEOUT, Report, compare_sides, not_reached, ranges_in
+from airflow_cdc_provider.engine.comparison.fetched_side import (
+    Rows,
+    Rowset,
+    RowSide,
+    changelog_rows,
+    keyed_rows,
+    mirror_rows,
+    moment,
+)
+from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Key, Sides
+from airflow_cdc_provider.engine.core.errors import UnknownTable
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
+from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
+from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, shape_of
+from airflow_cdc_provider.engine.sources.kafka.replay import Replay, reach_of
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, Output
+from airflow_cdc_provider.engine.sources.kafka.staging_task import UNSENT
+from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind, reached
+from airflow_cdc_provider.engine.spark.session import spark_session
+
+Shaped: TypeAlias = Callable[[Target, Iterable[pa.RecordBatch]], Iterator[Rowset]]
+
+_BUCKETS = 1 << 10
+
+
+def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
+    """Compare the result of the query with what the sinks have, see :func:`.commands.verify`.
+
+    :param live: a stream runs.
+    :returns: also ``ranges``, the messages that were compared, see :class:`.MessageRange`; and ``begins_late``, whether
+        retention has removed some that had been read.
+    """
+    assert pipeline.topics is not None
+    topics = Topics(pipeline.topics)
+    tables: list[dict[str, Any]] = []
+    not_compared: set[str] = set()
+    with spark_session(pipeline, "verify") as spark:
+        shape = shape_of(spark, pipeline)
+        slowest = min((_position(branch) for branch in pipeline.branches), key=lambda p: p.applied)
+        pass_gate(topics, slowest)
+        checkpoint, output = Checkpoint.of(pipeline), output_of(pipeline)
+        replay = Replay.of(spark, topics, slowest, checkpoint)
+        for branch in pipeline.branches:
+            way = _way_of(branch.sink.mode, output, shape)
+            (target,) = existing_record(branch).targets
+            if way is None:
+                not_compared.add(target.table.label)
+                continue
+            catch_up = partial(_catch_up, branch, topics) if live else None
+            until = topics.ends if live else partial(_read, branch)
+            reach = partial(reach_of, branch, checkpoint)
+            passed = partial(_position, branch)
+            opened = partial(_sides, branch, replace(replay, until=until, reach=reach, passed=passed), way)
+            (found,) = compare_sides([target], opened, catch_up, report)
+            place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
+            tables.append(found.as_dict() | ranges_in(sink_of(branch), target) | place)
+        slowest = min((_position(branch) for branch in pipeline.branches), key=lambda p: p.applied)
+        ranges = replay.ranges(topics, slowest.offsets)
+    return {
+        "equal": all(table["equal"] for table in tables),
+        "tables": tables,
+        "live": live,
+        "lag_bytes": None,
+        "lag_messages": behind(slowest.offsets, topics.written_ends()),
+        "not_compared": sorted(not_compared),
+        "ranges": [each.as_dict() for each in ranges],
+        "begins_late": replay.late,
+    }
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the two sides are made alike.
+
+    :param keyed: the row that each key has at last is compared, otherwise all rows with their copies.
+    :param source, target: what makes rows comparable.
+    :param closing: rows come once nothing changes them any more, windows when they are closed.
+    :param hashed: rows of the source can be hashed where they are made, as each one is told as a whole.
+    """
+
+    keyed: bool
+    source: Shaped
+    target: Shaped
+    closing: bool
+    hashed: bool = False
+
+
+def _way_of(mode: Mode, output: Output, shape: Shape) -> Way | None:
+    """How a sink is compared; ``None`` where events tell keys again, and there is no key to go by.
+
+    :param output: in which the pipeline's query gives its results, to all sinks alike.
+    """
+    closing = shape.stateful and output == "append"
+    hashed = not (closing or shape.told or shape.partial)
+    if mode == "mirror":
+        # Of a row of which messages do not tell a value any more, the other values are compared.
+        rows: Shaped = _Told(mirror_rows) if shape.told else mirror_rows
+        return Way(True, rows, rows, closing, hashed)
+    if not shape.told and (closing or not shape.stateful):
+        return Way(False, mirror_rows, mirror_rows, closing, hashed)
+    made: Shaped = _Told(keyed_rows) if shape.told else keyed_rows
+    return Way(True, made, changelog_rows, closing) if shape.table.key else None
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Gives rows cells of which one that messages do not tell equals every value."""
+
+    shaped: Shaped
+
+    def __call__(self, target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
+        for batch in batches:
+            for rowset in self.shaped(target, [batch]):
+                yield replace(rowset, make_cells=partial(_told_cells, target, batch))
+
+
+def _told_cells(target: Target, batch: pa.RecordBatch) -> list[tuple[str | None, ...]]:
+    (rowset,) = keyed_rows(target, [batch])
+    texts = zip(*(batch.column(column.name).to_pylist() for column in target.table.columns), strict=True)
+    return [
+        tuple(UNKNOWN if text == UNSENT else cell for text, cell in zip(row, cells, strict=True))
+        for row, cells in zip(texts, rowset.cells, strict=True)
+    ]
+
+
+def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> AbstractContextManager[Sides]:
+    sink = sink_of(branch)
+    if sink.missing([target]):
+        raise UnknownTable(
+            f"the target {target.schema}.{target.name} is gone",
+            "Run `airflow-cdc drop`, then `airflow-cdc run`: it begins again from the first messages.",
+        )
+    compared = target if way.keyed else replace(target, table=replace(target.table, key=()))
+    rows = replay.closed_rows if way.closing else replay.rows
+    made = RowSide(compared, partial(rows, way.keyed), way.source)
+    if way.hashed:
+        made = _Hashed(compared, partial(rows, way.keyed), way.source, replay)
+    found = RowSide(compared, sink.rows if way.keyed else _Remaining(sink.rows, replay.passed), way.target)
+    if replay.late:
+        found = replace(found, shaped=_Within(found.shaped, made))
+    return nullcontext(Sides(compared.table, made, found, _BUCKETS))
+
+
+@dataclass(frozen=True)
+class _Hashed(RowSide):
+    """Has the executors hash the rows of a scan, instead of fetching them."""
+
+    replay: Replay
+
+    def scan(self, buckets: int) -> Mapping[int, Sequence[Any]]:
+        """See :meth:`.Side.scan`."""
+        return self.replay.sums(self.target, buckets)
+
+
+@dataclass(frozen=True)
+class _Remaining:
+    """Leaves out the events of a changelog up to its last truncate, as the other side does with their messages."""
+
+    rows: Rows
+    passed: Callable[[], Position]
+
+    def __call__(self, target: Target, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
+        if not self.passed().truncated:
+            yield from self.rows(target, keys)
+            return
+        emptied = (batch.filter(pc.equal(batch.column("_op"), "t")) for batch in self.rows(target, keys))
+        last = max((when for batch in emptied for when in _moments(batch)), default=(-1, 0))
+        for batch in self.rows(target, keys):
+            yield batch.filter(pa.array([when > last for when in _moments(batch)], pa.bool_()))
+
+
+def _moments(events: pa.RecordBatch) -> list[tuple[int, int]]:
+    return [moment(event) for event in events.select(["_commit_lsn", "_seq"]).to_pylist()]
+
+
+@dataclass(frozen=True)
+class _Within:
+    """Leaves out rows whose key the other side does not have."""
+
+    shaped: Shaped
+    other: RowSide
+
+    def __call__(self, target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
+        other = self.other
+        there = {
+            text for rowset in other.shaped(other.target, other.rows(other.target, None)) for text in rowset.key_texts
+        }
+        for rowset in self.shaped(target, batches):
+            yield rowset.only([i for i, text in enumerate(rowset.key_texts) if text in there])
+
+
+def _position(branch: Pipeline) -> Position:
+    return Position.of(existing_record(branch))
+
+
+def _read(branch: Pipeline) -> Offsets:
+    return _position(branch).offsets
+
+
+def _catch_up(branch: Pipeline, topics: Topics) -> None:
+    """Wait until the sink has all messages that there are now."""
+    ends = topics.ends()
+    if not await_condition(lambda: reached(_read(branch), ends), PASS_TIMEOUT):
+        raise not_reached(f"the ends of {topics.source.place}")

@@ -1,0 +1,1 @@
+"""Which tables a pipeline captures, how they are defined, and how the publication offers them."""

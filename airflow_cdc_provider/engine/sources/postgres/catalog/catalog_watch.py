@@ -1,0 +1,178 @@
+"""What the source's catalog says of captured tables now, held against the sink's record.
+
+DDL that no change follows, partitions that come and go, rewrites: nothing in the log tells of them. So the
+catalog is looked at when a stream starts and, if it has been touched, at every heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from airflow_cdc_provider.engine.changes.schema_change import Unchanged, decide
+from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.runs.run import existing_record
+from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import Found, find
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import TREE, TYPES, Leaf, Table, ancestors
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
+    entry_key,
+    named_oids,
+    published_entries,
+    published_oids,
+)
+
+# Every entry of the catalog that a definition is made of, and the transaction that wrote it.
+_STATE = f"""
+WITH RECURSIVE {TYPES}, types AS (
+    SELECT t.tableoid, t.oid, t.xmin, t.typnamespace, t.typrelid FROM pg_catalog.pg_type t
+    WHERE t.oid IN (SELECT part FROM made)
+), {TREE}, entries AS (
+    SELECT c.tableoid, c.oid, 0 AS part, c.xmin FROM pg_catalog.pg_class c JOIN tree USING (oid)
+    UNION ALL
+    SELECT a.tableoid, a.attrelid, a.attnum, a.xmin FROM pg_catalog.pg_attribute a
+    JOIN pg_catalog.unnest(%s::int8[]) AS t (root) ON a.attrelid = t.root::pg_catalog.oid
+    UNION ALL
+    SELECT i.tableoid, i.indexrelid, 0, i.xmin FROM pg_catalog.pg_index i JOIN tree ON i.indrelid = tree.oid
+    UNION ALL
+    SELECT tableoid, oid, 0, xmin FROM types
+    UNION ALL
+    SELECT n.tableoid, n.oid, 0, n.xmin FROM pg_catalog.pg_namespace n WHERE n.oid IN (SELECT typnamespace FROM types)
+    UNION ALL
+    SELECT e.tableoid, e.oid, 0, e.xmin FROM pg_catalog.pg_enum e JOIN types t ON e.enumtypid = t.oid
+    UNION ALL
+    SELECT a.tableoid, a.attrelid, a.attnum, a.xmin FROM pg_catalog.pg_attribute a
+    JOIN types t ON a.attrelid = t.typrelid WHERE a.attnum > 0
+)
+SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::pg_catalog.text)) FROM entries e
+"""
+# A transaction that rewrites the table after its TRUNCATE, or does something else before it, has more than one command.
+# Whoever updates the entry later, also in vain, puts its own command's number there: then xmax is set.
+_TRUNCATED = """
+SELECT c.oid::int8
+FROM ROWS FROM (pg_catalog.unnest(%s::int8[]), pg_catalog.unnest(%s::int8[])) AS t (leaf, xid)
+JOIN pg_catalog.pg_class c ON c.oid = t.leaf::pg_catalog.oid AND c.xmin::text = t.xid::text AND c.cmin::text = '0'
+  AND c.xmax::text = '0'
+"""
+
+
+def catalog_state(connection: Connection, publication: str, targets: Sequence[Target]) -> str:
+    """A mark of the catalog's entries for captured tables: as long as it stays, so do the definitions."""
+    roots = [target.table.oid for target in targets]
+    entries = published_entries(connection, publication, [target.table for target in targets])
+    return f"{scalar(connection, _STATE, [roots, roots, roots])} {sorted(entries.items())}"
+
+
+def look(
+    connection: Connection, pipeline: Pipeline, targets: Sequence[Target], truncates: Mapping[int, int] | None = None
+) -> dict[str, Table | CdcError]:
+    """Read from the catalog what captured tables are now, or why they cannot be followed; by label.
+
+    :param truncates: the transactions by which leaves were last truncated, as far as the log has told.
+    """
+    found = find(connection, pipeline.source.tables)
+    # The record is read first: what is published anew meanwhile then shows as a difference, and is looked at again.
+    record = existing_record(pipeline)
+    published = published_oids(connection, pipeline.source.publication)
+    entries = published_entries(connection, pipeline.source.publication, [target.table for target in targets])
+    altered = frozenset(key for key, entry in entries.items() if entry != record.identity.get(key))
+    named = named_oids(connection, pipeline.source.publication)
+    above = ancestors(connection, [target.table.oid for target in targets])
+    captured = {target.table.oid: target.table.label for target in record.targets}
+    roots = {oid: [captured[root] for root in among if root in captured] for oid, among in above.items()}
+    # Last: what a TRUNCATE left has been so since, also when the tables were read.
+    parameters = [list(truncates or ()), list((truncates or {}).values())]
+    truncated = frozenset(oid for (oid,) in rows(connection, _TRUNCATED, parameters))
+    now: dict[str, Table | CdcError] = {}
+    for target in targets:
+        attached = _attached(found, roots[target.table.oid], target.table)
+        after = attached or _now(found, published, altered, target.table, pipeline)
+        accounted = after if isinstance(after, CdcError) else _accounted(target.table, after, named, truncated)
+        now[target.table.label] = accounted
+    return now
+
+
+def drifted(
+    connection: Connection, pipeline: Pipeline, targets: Sequence[Target], truncates: Mapping[int, int] | None = None
+) -> dict[str, Table | CdcError]:
+    """As :func:`look`, of the tables that are not as recorded."""
+    now = look(connection, pipeline, targets, truncates)
+    recorded = {target.table.label: target.table for target in targets}
+    return {label: after for label, after in now.items() if decide(recorded[label], after) != Unchanged()}
+
+
+def _attached(found: Found, roots: Sequence[str], table: Table) -> CannotFollow | None:
+    """Why a table cannot be followed by itself any more: its rows are those of another captured table, too."""
+    label = table.label
+    if not roots or (label in found.tables and found.tables[label].oid != table.oid):
+        return None
+    return CannotFollow(
+        f"{label} has become a partition of {roots[0]}, which is captured, too",
+        f"Take {label} out of source.tables, unless only a glob names it, and run `airflow-cdc run`: its rows go into"
+        f" the target of {roots[0]}, and its own target table stays as it is. Or detach it, and start again.",
+    )
+
+
+def _now(
+    found: Found, published: frozenset[int], altered: frozenset[str], table: Table, pipeline: Pipeline
+) -> Table | CdcError:
+    label = table.label
+    name = found.labels.get(table.oid)
+    if name != label and label not in found.labels.values():
+        gone = (
+            f"Take {label} out of source.tables, unless only a glob names it, and run `airflow-cdc run`: its target"
+            " table stays as it is."
+        )
+        if name is None:
+            return CannotFollow(f"{label} has been dropped at the source", gone)
+        return CannotFollow(
+            f"{label} has been renamed {name} at the source",
+            f"Rename it back and start again. Or name {name} in source.tables, as a new table. {gone}",
+        )
+    if label in found.errors:
+        return found.errors[label]
+    if label not in found.tables:
+        return CannotFollow(
+            f"no entry of source.tables takes {label} any more", "Name it there, without a glob, and start again."
+        )
+    now = found.tables[label]
+    recorded = {leaf.oid for leaf in table.leaves}
+    publication = pipeline.source.publication
+    lost = [leaf for leaf in now.leaves if leaf.oid in recorded and leaf.oid not in published]
+    again = f"Run `airflow-cdc resnapshot --table '{label}'`: it publishes the table again and reads it, then go on."
+    if lost:
+        return CannotFollow(
+            f"{_names(lost)} is no longer in publication {publication!r}: changes are lost to the stream", again
+        )
+    differ = [leaf for leaf in now.leaves if leaf.oid in recorded and entry_key(leaf) in altered]
+    if differ:
+        return CannotFollow(
+            f"publication {publication!r} has been altered as to {_names(differ)}: it was taken out for a while, or"
+            " other columns or rows were published; changes are lost to the stream",
+            again,
+        )
+    return now
+
+
+def _accounted(before: Table, now: Table, named: frozenset[int], truncated: frozenset[int]) -> Table:
+    """Say of leaves in a new place, or a new file, that all of their changes have been streamed, where that is known.
+
+    What the publication has by name stays in it wherever it goes, and Postgres does not let it be UNLOGGED; and nothing
+    is left of what was done before a TRUNCATE that has been streamed.
+    """
+    recorded = {leaf.oid: leaf for leaf in before.leaves}
+
+    def with_account(leaf: Leaf) -> Leaf:
+        was = recorded.get(leaf.oid)
+        if was is None:
+            return leaf
+        streamed = was.streamed if leaf.filenode == was.filenode else leaf.oid in named | truncated
+        return replace(leaf, streamed=streamed, place=was.place if leaf.oid in named else leaf.place)
+
+    return replace(now, leaves=tuple(map(with_account, now.leaves)))
+
+
+def _names(leaves: Sequence[Leaf]) -> str:
+    return ", ".join(f"{leaf.schema}.{leaf.name}" for leaf in leaves)

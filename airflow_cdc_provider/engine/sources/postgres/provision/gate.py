@@ -1,0 +1,202 @@
+"""The restart gate: whether the source can continue what the sink's commit record says.
+
+Postgres does not ask. It forwards a stale start silently, accepts a start beyond
+the end of its log; rows would be gone without a word. So it is asked here, at every
+start and at every heartbeat, and refused with the repair.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_cdc_provider.engine.core.errors import GateClosed
+from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.pipeline.pipeline import Source
+from airflow_cdc_provider.engine.postgres.connection import Connection, describe, scalar
+from airflow_cdc_provider.engine.postgres.timeline import left_at, read_history
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import (
+    Identity,
+    SlotState,
+    flushed,
+    is_ours,
+    read_identity,
+    read_slot,
+)
+
+log = logging.getLogger(__name__)
+
+REPAIR = (
+    "Run `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it recreates publication"
+    " and slot and reads all tables again."
+)
+_SEEN = "slot_seen"
+_KEEP_MORE = "raise max_slot_wal_keep_size"
+_PREVENTION = {
+    "idle_timeout": "raise idle_replication_slot_timeout",
+    "rows_removed": "set hot_standby_feedback on standbys, and let them take the slot over from the primary",
+    "wal_level_insufficient": "leave wal_level at logical",
+}
+"""What keeps a server from giving a slot up, by the reason that it gives."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What the gate found when it let a pipeline through.
+
+    :param timeline: the timeline that the source is on now.
+    """
+
+    slot: SlotState
+    timeline: int
+
+    def news(self, record: Record) -> dict[str, Any]:
+        """What of it the commit record does not know yet, as values of its ``identity``.
+
+        A server writes ``restart_lsn`` to its disk before anything follows from it, so that on the same timeline the
+        slot is never seen below it again, not even after a crash; in a copy of the cluster taken earlier it is.
+        """
+        news: dict[str, Any] = {}
+        moved = self.timeline != record.identity["timeline"]
+        if moved:
+            news["timeline"] = self.timeline
+        if moved or self.slot.restart_lsn > parse_lsn(record.identity.get(_SEEN, "0/0")):
+            news[_SEEN] = format_lsn(self.slot.restart_lsn)
+        return news
+
+
+def require_primary(connection: Connection) -> None:
+    """Refuse a standby, whose log is another server's and whose slots belong to that server.
+
+    :raises GateClosed: when the source is a standby.
+    """
+    if scalar(connection, "SELECT pg_is_in_recovery()"):
+        raise GateClosed(
+            f"{connection.info.host}:{connection.info.port}/{connection.info.dbname} is a standby",
+            "Point `source.dsn` at the primary, or promote the standby, then start again.",
+        )
+
+
+def gate(
+    connection: Connection, source: Source, record: Record, applied_now: Callable[[], int] | None = None
+) -> Passage:
+    """Check that the source can continue what the sink's record says.
+
+    :param connection: to the source.
+    :param record: the commit record.
+    :param applied_now: tells the applied LSN where units are being committed meanwhile; it is asked after the slot.
+    :raises GateClosed: naming what differs and the repair.
+    """
+    require_primary(connection)
+    state = read_slot(connection, source.slot)
+    applied = record.applied if applied_now is None else applied_now()
+    now = read_identity(connection, source.slot, source.publication)
+    _check_identity(record, source, now)
+    moved = now.timeline != record.identity["timeline"]
+    _check_slot(connection, source, record, state, applied, f"timeline {now.timeline}" if moved else None)
+    assert state is not None
+    # The filters of chunks with H beyond it are needed too.
+    needed = max(applied, record.high)
+    if moved:
+        _check_timeline(source, record, now.timeline, needed)
+    elif state.restart_lsn < parse_lsn(record.identity.get(_SEEN, "0/0")):
+        raise GateClosed(
+            f"slot {source.slot!r} has gone back to {format_lsn(state.restart_lsn)}, from"
+            f" {record.identity[_SEEN]}: the source has been restored from a copy, and what it has written since is"
+            " not what the sink was filled from",
+            REPAIR,
+        )
+    end = flushed(connection)
+    if needed > end:
+        raise GateClosed(
+            f"the sink has applied up to {format_lsn(needed)}, but the source's log ends at {format_lsn(end)}:"
+            " the source has been set back",
+            REPAIR,
+        )
+    return Passage(state, now.timeline)
+
+
+def _check_identity(record: Record, source: Source, now: Identity) -> None:
+    """Check that this is the cluster and database that the sink was filled from, and that the file names our slot."""
+    recorded = record.identity
+    if (now.system, now.database) != (recorded["system"], recorded["database"]):
+        raise GateClosed(
+            f"the source {describe(source.dsn)} is not the one that the sink was filled from: system identifier and"
+            f" database were {recorded['system']} and {recorded['database']}, are {now.system} and {now.database}",
+            f"If `source.dsn` is wrong, correct it. If the source has been replaced: {REPAIR}",
+        )
+    if now.slot != recorded["slot"]:
+        raise GateClosed(
+            f"`source.slot` was {recorded['slot']!r} when the pipeline was provisioned, is {now.slot!r}",
+            f"Put it back. If the old slot cannot be used any more: {REPAIR}",
+        )
+    if now.publication != recorded["publication"]:
+        found = f"has been recreated (oid {now.publication})" if now.publication else "no longer exists"
+        raise GateClosed(
+            f"publication {source.publication!r}, of oid {recorded['publication']}, {found}: changes made meanwhile"
+            " are not in the stream",
+            REPAIR,
+        )
+    if now.publication_version != recorded.get("publication_version"):
+        raise GateClosed(
+            f"publication {source.publication!r} has been altered: changes made meanwhile may not be in the stream",
+            "If it does not publish insert, update, delete and truncate any more, or publishes via the partition root,"
+            f" and is not the pipeline's own, let its owner set that back first. {REPAIR}",
+        )
+
+
+def refuse_lost(slot: str, state: SlotState) -> None:
+    """Refuse a slot from which nothing can be read any more.
+
+    :raises GateClosed: naming the reason and the repair.
+    """
+    if state.lost:
+        reason = f"wal_status = {state.wal_status}" + (f", {state.invalidation}" if state.invalidation else "")
+        raise GateClosed(
+            f"replication slot {slot!r} has lost the log it needs ({reason})",
+            f"{REPAIR} So that it does not happen again, {_PREVENTION.get(state.invalidation or '', _KEEP_MORE)}.",
+        )
+
+
+def _check_slot(
+    connection: Connection, source: Source, record: Record, state: SlotState | None, applied: int, moved: str | None
+) -> None:
+    """Check that the slot still has the log from ``applied`` on."""
+    if state is None:
+        reason = f"; the source is on {moved}: a standby without the slot has been promoted" if moved else ""
+        raise GateClosed(f"replication slot {source.slot!r} no longer exists on the source{reason}", REPAIR)
+    if not is_ours(connection, state):
+        raise GateClosed(
+            f"replication slot {source.slot!r} is not ours: plugin {state.plugin!r} in database {state.database!r},"
+            " expected pgoutput in this one",
+            f"Give the pipeline another slot name (`source.slot`). {REPAIR}",
+        )
+    refuse_lost(source.slot, state)
+    if state.confirmed_flush_lsn > applied:
+        raise GateClosed(
+            f"slot {source.slot!r} has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, but the sink"
+            f" has applied only up to {format_lsn(applied)}: what lies between is lost to the stream",
+            REPAIR,
+        )
+    if state.wal_status == "unreserved":
+        log.warning(
+            "slot %s has fallen behind max_slot_wal_keep_size (wal_status = unreserved): the source may remove log"
+            " that it needs at the next checkpoint. Nothing is lost yet; let the stream catch up, or raise the limit.",
+            source.slot,
+        )
+
+
+def _check_timeline(source: Source, record: Record, timeline: int, needed: int) -> None:
+    """Check that everything up to ``needed`` is part of the history of the timeline that the source is on now."""
+    recorded = int(record.identity["timeline"])
+    switched = left_at(read_history(source.log_dsn, timeline), recorded)
+    if switched is None or switched < needed:
+        where = "is not its ancestor" if switched is None else f"was left at {format_lsn(switched)}"
+        raise GateClosed(
+            f"the source is on timeline {timeline}; timeline {recorded}, of which the sink has"
+            f" {format_lsn(needed)}, {where}: the sink has what the source no longer has",
+            REPAIR,
+        )

@@ -1,0 +1,366 @@
+"""Making a pipeline ready: publication, slot, barrier, target tables, commit record, plan.
+
+Publication first, then the slot, then the barrier: from there on every transaction
+that the slot will not stream is visible to every new snapshot, and chunks may be
+read. The commit record comes after the slot, with the slot's start as
+applied LSN. What is found in place is verified, not made again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.commands import preflight as checks
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.core.findings import require
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected, scalar
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
+from airflow_cdc_provider.engine.runs.record_copy import Ledger, read_ledger, write_ledger
+from airflow_cdc_provider.engine.runs.run import (
+    existing_record,
+    note_passage,
+    record_if_any,
+    refuse_second_writer,
+    require_epoch,
+    require_targets,
+    sink_of,
+    take_epoch,
+)
+from airflow_cdc_provider.engine.sinks.contract import Record, Sink, Target
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table, ancestors
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
+    create_publication,
+    drop_publication,
+    published_entries,
+    published_otherwise,
+    unpublish,
+)
+from airflow_cdc_provider.engine.sources.postgres.provision import slot
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, require_primary
+from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
+from airflow_cdc_provider.engine.sources.postgres.provision.removal import PROVISIONING, remove_slot
+from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot, slot_session
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk, plan
+from airflow_cdc_provider.engine.state import location
+from airflow_cdc_provider.engine.state.files import State
+
+
+def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotState]:
+    """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
+
+    :returns: the commit record and the slot.
+    :raises CdcError: when something stands in the way; then nothing has been changed, but for sinks that have begun
+        before one that refuses: the next try takes them up.
+    """
+    state = State(pipeline.state)
+    location.refuse_others(state, pipeline.name)
+    for branch in pipeline.branches:
+        if read_ledger(branch, state) is not None:  # so that there has been a record, which must not be begun anew
+            _refuse_other_mode(branch, existing_record(branch).identity)
+    require(checks.preflight(pipeline))
+    names = pipeline.source
+    with connected(names.dsn, writes=True) as source:
+        claim(source, pipeline.name, takeover)
+        record = record_if_any(pipeline)
+        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
+        tables = resolve(source, names.tables)
+        checks.check_publication(source, pipeline, tables, _settled(record, tables))
+        new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
+        if record is None:
+            _refuse_foreign_slot(source, pipeline, state)
+            with _new_slot(source, pipeline, state, tables) as (identity, start):
+                chunks = _plan(source, pipeline, tables)
+                for branch in new:
+                    _prepare(branch, tables, chunks, identity, start)
+        else:
+            present = replace(pipeline, sinks=tuple(b.sink for b in pipeline.branches if b not in new))
+            for branch in present.branches:
+                own = existing_record(branch)
+                _refuse_other_mode(branch, own.identity)
+                _refuse_other_names(branch, own)
+            epoch = take_epoch(present, state, takeover)
+            for branch in present.branches:
+                _update(source, branch, epoch, tables)
+            if new:
+                # What the slot does not stream any more is in the new sinks if every snapshot sees it.
+                record = existing_record(present)
+                slot.barrier(source)
+                chunks = _plan(source, pipeline, tables)
+                for branch in new:
+                    _prepare(branch, tables, chunks, record.identity, record.applied)
+        if new:
+            epoch = take_epoch(pipeline, state, takeover)
+        state.remove(PROVISIONING)
+        record = existing_record(pipeline)
+        require_epoch(record, epoch)
+        write_ledger(pipeline, state, record)
+        found = [gate(source, names, existing_record(branch)).slot for branch in pipeline.branches]
+    return record, found[0]
+
+
+def _prepare(
+    branch: Pipeline, tables: Sequence[Table], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: int
+) -> None:
+    """Let a sink's record begin."""
+    mode = {"mode": branch.sink.mode}
+    sink_of(branch).prepare(_targets(branch, tables), chunks, {**identity, **mode}, start)
+
+
+def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[Table]) -> None:
+    """Bring a sink's record to the tables that the file covers now."""
+    sink, names = sink_of(branch), branch.source
+    record = existing_record(branch)
+    require_epoch(record, epoch)
+    passage = gate(source, names, record)
+    gone = _gone_tables(source, record, tables)
+    if record.identity["created_publication"]:
+        left = {leaf.oid for target in gone for leaf in target.table.leaves}
+        unpublish(source, names.publication, left - {leaf.oid for table in tables for leaf in table.leaves})
+    sink.forget(epoch, [target.table.label for target in gone])
+    note_passage(sink, record, passage)
+    record = existing_record(branch)
+    require_targets(sink, record)
+    recorded = {target.table.label for target in record.targets}
+    added = [table for table in tables if table.label not in recorded]
+    if added:
+        # A partition that has been detached may still be published by the rule of the table that it was in.
+        otherwise = published_otherwise(source, names.publication, added)[1]
+        unpublish(source, names.publication, [leaf.oid for leaf in otherwise])
+        create_publication(source, names.publication, added)
+        # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
+        sink.note_source(epoch, published_entries(source, names.publication, added))
+        slot.barrier(source)
+        sink.add(epoch, _targets(branch, added), _plan(source, branch, added))
+
+
+def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
+    """A slot that is not in the record can be ours only if a provisioning left it that broke off before its record."""
+    name = pipeline.source.slot
+    found = slot.read_slot(source, name)
+    if found is not None and (found.active or (state.read(PROVISIONING) or {}).get("slot") != name):
+        raise GateClosed(
+            f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r} with it",
+            f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
+            " another slot name (`source.slot`).",
+        )
+
+
+def _refuse_taken_slot(source: Connection, name: str) -> None:
+    """A slot of another plugin or database is never ours, and dropping it would lose what it is there for."""
+    found = slot.read_slot(source, name)
+    if found is not None and not slot.is_ours(source, found):
+        raise GateClosed(
+            f"replication slot {name!r} is not ours: plugin {found.plugin!r} in database {found.database!r}",
+            "Give the pipeline another slot name (`source.slot`), then run `airflow-cdc resnapshot --all`.",
+        )
+
+
+def _refuse_other_mode(pipeline: Pipeline, identity: Mapping[str, Any]) -> None:
+    """The mode is part of what has been written; the file may change neither it nor the kind of source."""
+    if "slot" not in identity:
+        raise ConfigError(
+            "source.type: 'postgres', but the pipeline of this name has been provisioned with topics of Kafka",
+            "Put the source back, or use another pipeline name for the tables.",
+        )
+    checks.require_mode(pipeline, identity)
+
+
+def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
+    """So are the names of the targets."""
+    for target in record.targets:
+        if (target.schema, target.name) != checks.target_name(pipeline, target.table):
+            raise ConfigError(
+                f"sink.schema: {pipeline.sink.schema!r}, but {target.table.label} has been provisioned into"
+                f" {target.schema}.{target.name}",
+                "Put the schema back, or use another pipeline name for the other schema.",
+            )
+
+
+@contextmanager
+def _new_slot(
+    source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Make publication and slot anew and pass the barrier; gives the source's identity and where the slot streams from.
+
+    What fails half-way, or in the block, is taken back, unless the block has written the record, or another run has
+    begun to do the same meanwhile; what is killed half-way is removed by the next try.
+    """
+    start = None
+    names = pipeline.source
+    ours = {"slot": names.slot, "attempt": uuid.uuid4().hex}
+    state.write(PROVISIONING, ours)
+    drop_own_slot(names, source)
+    _refuse_taken_slot(source, names.slot)
+    created = create_publication(source, names.publication, tables)
+    try:
+        entries = published_entries(source, names.publication, tables)
+        with slot_session(names, source) as session:
+            scalar(source, "SELECT 1")  # as before a slot is dropped
+            start = slot.create_slot(session, names.slot)
+        slot.barrier(source)
+        identity = slot.read_identity(source, names.slot, names.publication).to_dict()
+        yield identity | entries | {"created_publication": created}, start
+    except BaseException:
+        if state.read_sound(PROVISIONING, dict[str, Any]) == ours and not _may_be_recorded(pipeline, start):
+            drop_own_slot(names, source)
+            if created:
+                drop_publication(source, names.publication)
+            state.remove(PROVISIONING)
+        raise
+
+
+def _may_be_recorded(pipeline: Pipeline, start: int | None) -> bool:
+    """Whether the sink's record relies on the slot that streams from there, as far as the sink can be asked."""
+    if start is None:
+        return False
+    try:
+        records = [sink_of(branch).record() for branch in pipeline.branches]
+    except CdcError:
+        return True
+    except DRIVER_ERRORS:
+        return True
+    return any(record is not None and record.applied == start for record in records)
+
+
+def _settled(record: Record | None, tables: Sequence[Table]) -> Sequence[Table]:
+    """The tables, with those of their leaves that have to be published as they are captured by now."""
+    if record is None:
+        return tables
+    recorded = {(target.table.label, leaf.oid) for target in record.targets for leaf in target.table.leaves}
+    return [
+        replace(table, leaves=tuple(leaf for leaf in table.leaves if (table.label, leaf.oid) in recorded))
+        for table in tables
+    ]
+
+
+def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
+    return [Target(table, *checks.target_name(pipeline, table)) for table in tables]
+
+
+def _gone_tables(source: Connection, record: Record, tables: Sequence[Table]) -> list[Target]:
+    """Recorded tables that the file no longer covers, since the source has no tables of these names any more.
+
+    Or only as partitions of tables that are covered.
+
+    :raises ConfigError: when the source still has another one, whose changes would be lost.
+    """
+    covered = {table.label: table.oid for table in tables}
+    gone = [target for target in record.targets if target.table.label not in covered]
+    oids: dict[int, str] = {}
+    for target in gone:
+        name = sql.Identifier(target.table.schema, target.table.name).as_string(source)
+        oid = scalar(source, "SELECT to_regclass(%s)::oid::int8", [name])
+        if oid is not None:
+            oids[oid] = target.table.label
+    above = ancestors(source, list(oids))
+    here = [label for oid, label in oids.items() if set(covered.values()).isdisjoint(above[oid])]
+    if here:
+        raise ConfigError(
+            f"source.tables no longer covers {', '.join(here)}, which this pipeline captures",
+            "Put the tables back, or drop the pipeline and provision it again without them.",
+        )
+    return gone
+
+
+def _plan(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> list[Chunk]:
+    """Plan the chunks of tables; they enter the record together with the tables."""
+    if pipeline.snapshot.mode == "never":
+        return []
+    return [chunk for table in tables for chunk in plan(source, table, pipeline.snapshot.chunk_rows)]
+
+
+def start_over(pipeline: Pipeline, takeover: bool) -> int:
+    """Recreate publication and slot, and plan every table as one chunk that replaces it: readers see no hole.
+
+    A record that is lost is made anew, if the state vouches for what the pipeline has made.
+
+    :returns: the epoch under which the tables are to be read.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    :raises GateClosed: when the slot's name belongs to others, or there is neither record nor ledger.
+    :raises ForeignTable: when a target is not ours, as far as record or ledger tell; slot and publication stay then.
+    """
+    state = State(pipeline.state)
+    location.refuse_others(state, pipeline.name)
+    with connected(pipeline.source.dsn, writes=True) as source:
+        claim(source, pipeline.name, takeover)
+        record, ledger = record_if_any(pipeline), read_ledger(pipeline, state)
+        known = record or ledger
+        if known is None:
+            raise GateClosed(
+                f"the sink has no commit record of pipeline {pipeline.name!r}, and the state {pipeline.state} does not"
+                " tell what it has made",
+                "Run `airflow-cdc provision` (or `run`). If both have been lost, empty or drop the target tables and"
+                f" drop the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
+            )
+        branches = [(each, sink_of(each).record(), read_ledger(each, state)) for each in pipeline.branches]
+        for branch, own, vouching in branches:
+            made = own or vouching
+            if made is not None:
+                _refuse_other_mode(branch, made.identity)
+            if own is not None:
+                _refuse_other_names(branch, own)
+        require_primary(source)
+        tables = resolve(source, pipeline.source.tables)
+        if pipeline.source.slot != known.identity["slot"]:
+            _refuse_foreign_slot(source, pipeline, state)
+        _refuse_taken_slot(source, pipeline.source.slot)
+        if not known.identity["created_publication"]:
+            checks.check_publication(source, pipeline, tables, tables)  # it stays as it is
+        present = replace(pipeline, sinks=tuple(branch.sink for branch, own, _ in branches if own is not None))
+        epoch = 0
+
+        def begin(identity: Mapping[str, Any], start: int, rehearsal: bool = False) -> None:
+            for branch, own, vouching in branches:
+                _begin_again(
+                    sink_of(branch),
+                    None if own is None else own.epoch if rehearsal else epoch,
+                    _targets(branch, tables),
+                    vouching,
+                    {**identity, "mode": branch.sink.mode},
+                    start,
+                    rehearsal,
+                )
+
+        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
+        begin(known.identity, slot.flushed(source), rehearsal=True)  # while there is something to return to
+        if present.sinks:
+            epoch = take_epoch(present, state, takeover)
+        state.write(PROVISIONING, {"slot": pipeline.source.slot})
+        remove_slot(source, pipeline, record, state)
+        with _new_slot(source, pipeline, state, tables) as (identity, start):
+            created = identity["created_publication"] or known.identity["created_publication"]
+            begin(identity | {"created_publication": created}, start)
+            if present.sinks != pipeline.sinks:
+                epoch = take_epoch(pipeline, state, takeover)
+    state.remove(PROVISIONING)
+    return epoch
+
+
+def _begin_again(
+    sink: Sink,
+    epoch: int | None,
+    targets: Sequence[Target],
+    ledger: Ledger | None,
+    identity: Mapping[str, Any],
+    start: int,
+    rehearsal: bool = False,
+) -> None:
+    """Let the record begin again, under an epoch of it; or make it anew, with the targets for which the ledger vouches.
+
+    :param rehearsal: see :meth:`.Sink.prepare`.
+    """
+    if epoch is not None:
+        sink.restart(epoch, targets, identity, start, rehearsal)
+        return
+    known = ledger.targets if ledger is not None else {}
+    ours = {t.table.label for t in targets if known.get(t.table.label) == (t.schema, t.name)}
+    chunks = [Chunk(target.table.label, 0, None, None) for target in targets]
+    sink.prepare(targets, chunks, identity, start, ours, rehearsal)

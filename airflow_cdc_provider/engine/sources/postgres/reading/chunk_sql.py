@@ -1,0 +1,369 @@
+"""Chunks: the ranges of a table's key by which it is read, and the SQL that speaks of them.
+
+The ranges cover the whole key space, from minus to plus infinity, so that every row that exists or will ever exist
+falls into exactly one chunk. That holds only if one authority decides what is smaller: a text key compares by the
+collation of its column, ``numeric`` and ``timestamptz`` by rules of their own. So bounds are taken from, ordered by
+and compared in the database, as texts cast to the column's type and collation; nothing here compares keys, except
+integers, whose order is beyond doubt.
+
+How many rows a table has is not believed from ``reltuples``, which may be stale or missing: small tables are
+counted, large ones sampled by block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from psycopg2 import sql
+from psycopg2.extensions import connection as Connection
+
+from airflow_cdc_provider.engine.core.errors import values_hidden
+from airflow_cdc_provider.engine.postgres.connection import condition, rows, scalar
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
+
+# Up to this size all keys are ranked: exact chunks for the price of one index or table scan.
+EXACT_BYTES = 256 << 20
+# A chunk's size is judged by this many blocks. Rows of one block have neighbouring keys as often as not, so that
+# blocks, not rows, are what must be many.
+SAMPLED_BLOCKS_PER_CHUNK = 30
+PROBED_BLOCKS = 300
+# The database reads at most this many blocks for a sample and sorts at most about as many keys; of more keys it
+# takes a part of each block.
+SAMPLED_ROWS = 300_000
+
+_SEED = 20201
+_INTEGERS = frozenset({20, 21, 23})  # int8, int2, int4
+# bool, "char", name, xml, cidr, inet, bpchar: built-in types whose cast to text is not their output function.
+_CAST_DIFFERS = frozenset({16, 18, 19, 142, 650, 869, 1042})
+# Types whose bare name means a length of one.
+_UNMODIFIED = {"character": "bpchar", "bit": '"bit"'}
+_TITLE_WIDTH = 60
+# The places of the operators in Column.operators.
+_LESS, _EQUAL, _GREATER_OR_EQUAL = 0, 1, 2
+_SYMBOLS = ("<", "=", ">=")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of a table's key: from ``lower`` on, up to but without ``upper``.
+
+    :param table: the table's label.
+    :param index: position among the table's chunks, in the order of the key.
+    :param lower: texts of the key columns, ``None`` for minus infinity.
+    :param upper: texts of the key columns, ``None`` for plus infinity.
+    """
+
+    table: str
+    index: int
+    lower: tuple[str, ...] | None
+    upper: tuple[str, ...] | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has all rows of its table."""
+        return self.lower is None and self.upper is None
+
+    @property
+    def title(self) -> str:
+        """For humans, for example ``shop.orders[3] 1000 .. 2000``."""
+        if self.whole:
+            return f"{self.table}[{self.index}] all rows"
+        bounds = " .. ".join(self.shown_bounds).strip()
+        return f"{self.table}[{self.index}]" + (f" {bounds}" if any(self.shown_bounds) else "")
+
+    @property
+    def shown_bounds(self) -> tuple[str, str]:
+        """The bounds for humans, shortened; empty for infinity, and where values of rows are hidden."""
+        if values_hidden():
+            return "", ""
+        return _shown(self.lower), _shown(self.upper)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The chunk as JSON values; :meth:`from_dict` reads them back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Chunk:
+        """Read what :meth:`to_dict` wrote."""
+        bounds = {side: None if values[side] is None else tuple(values[side]) for side in ("lower", "upper")}
+        return cls(values["table"], values["index"], **bounds)
+
+
+def plan(connection: Connection, table: Table, chunk_rows: int) -> tuple[Chunk, ...]:
+    """Cut a table into chunks of about ``chunk_rows`` rows that together cover its whole key space.
+
+    :param connection: to the source.
+    :param chunk_rows: rows a chunk; exact up to ``EXACT_BYTES`` of table, an estimate beyond.
+    :returns: at least one chunk, in the order of the key; exactly one for a table without a key or rows.
+    :raises MissingPrivilege: when the role may not read the table.
+    """
+    bounds: list[tuple[str, ...]] = []
+    if table.key and table.leaves:
+        size = "SELECT pg_catalog.sum(pg_catalog.pg_relation_size(o)) FROM pg_catalog.unnest(%s::pg_catalog.oid[]) o"
+        stored = int(scalar(connection, size, [[leaf.oid for leaf in table.leaves]]) or 0)
+        if stored <= EXACT_BYTES:
+            is_bound = sql.SQL("position > 1 AND (position - 1) % {} = 0").format(sql.Literal(chunk_rows))
+            bounds = _bounds(connection, table, _leaves_query(table, _keys(table)), is_bound)
+        else:
+            bounds = _sampled_bounds(connection, table, chunk_rows, stored)
+    ends = [None, *bounds, None]
+    return tuple(Chunk(table.label, i, ends[i], ends[i + 1]) for i in range(len(ends) - 1))
+
+
+def range_condition(table: Table, chunk: Chunk) -> sql.Composable:
+    """The SQL condition that a row of ``table`` lies in ``chunk``; the database compares, index and all."""
+    sides = ((_GREATER_OR_EQUAL, chunk.lower), (_LESS, chunk.upper))
+    conditions = [_compared(table.key_columns, side, bound) for side, bound in sides if bound is not None]
+    return sql.SQL(" AND ").join(conditions) if conditions else sql.SQL("true")
+
+
+def keys_condition(table: Table, keys: Iterable[tuple[str, ...]]) -> sql.Composable:
+    """The SQL condition that a row of ``table`` has one of some keys, in the eyes of the source.
+
+    :param keys: texts of the key columns.
+    """
+    texts = sorted(keys)
+    if not texts:
+        return sql.SQL("false")
+    prefix = "k"  # of names that no column of the table has
+    while any(column.name.startswith(prefix) for column in table.columns):
+        prefix += "k"
+    names = [sql.Identifier(f"{prefix}{i}") for i in range(len(table.key))]
+    wanted = sql.SQL(", ").join(
+        sql.SQL("{} AS {}").format(cast_key(name, column), name)
+        for name, column in zip(names, table.key_columns, strict=True)
+    )
+    equal = sql.SQL(" AND ").join(
+        _applied(column.operators[_EQUAL] if column.operators else "pg_catalog.=", sql.Identifier(column.name), name)
+        for column, name in zip(table.key_columns, names, strict=True)
+    )
+    return sql.SQL("EXISTS (SELECT FROM (SELECT {} FROM ROWS FROM ({}) AS k ({})) AS k WHERE {})").format(
+        wanted, _unnest(zip(*texts, strict=True)), sql.SQL(", ").join(names), equal
+    )
+
+
+def read_query(table: Table, chunk: Chunk | None) -> sql.Composable:
+    """The SELECT of a chunk's rows, every captured column as the text that the stream would send.
+
+    Execute it without parameters: the rule's condition may contain percent signs.
+
+    :param chunk: ``None`` for the whole table.
+    """
+    names = [sql.Identifier(column.name) for column in table.columns]
+    texts = [sql.SQL("{} AS {}").format(*pair) for pair in zip(map(text_of, table.columns), names, strict=True)]
+    return _chunk_query(table, chunk, texts)
+
+
+def copy_query(table: Table, chunk: Chunk | None) -> sql.Composable:
+    """The SELECT of a chunk's rows for COPY, which writes their values itself.
+
+    :param chunk: ``None`` for the whole table.
+    """
+    return _chunk_query(table, chunk, [sql.Identifier(column.name) for column in table.columns])
+
+
+def _chunk_query(table: Table, chunk: Chunk | None, columns: Sequence[sql.Composable]) -> sql.Composable:
+    if not table.leaves:  # a partitioned table without partitions: the right columns, no rows
+        nothing = sql.SQL("NULL::pg_catalog.text AS {}")
+        nulls = sql.SQL(", ").join(nothing.format(sql.Identifier(column.name)) for column in table.columns)
+        return sql.SQL("SELECT {} WHERE false").format(nulls)
+    conditions = () if chunk is None else (range_condition(table, chunk),)
+    return _leaves_query(table, sql.SQL(", ").join(columns), conditions)
+
+
+def text_of(column: Column, qualifier: str | None = None) -> sql.Composable:
+    """A column as text exactly as its type's output function writes it, which is what pgoutput sends.
+
+    A cast to text is the output function only where no cast function says otherwise: ``true`` for ``t``, blanks
+    cut from ``character(n)``, ``/32`` added to an ``inet``. ``concat`` always calls the output function.
+    """
+    name = sql.Identifier(column.name) if qualifier is None else sql.Identifier(qualifier, column.name)
+    if column.builtin and column.type_oid not in _CAST_DIFFERS:
+        return sql.SQL("{}::pg_catalog.text").format(name)
+    # IS NOT NULL would be false for a composite value with a null inside.
+    return sql.SQL("CASE WHEN {0} IS DISTINCT FROM NULL THEN pg_catalog.concat({0}) END").format(name)
+
+
+def chunk_of(
+    connection: Connection, table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+) -> npt.NDArray[np.int64]:
+    """Tell which chunk each key falls into, as the database compares them.
+
+    :param connection: to the source; not used for a single integer column or without bounds.
+    :param bounds: the lower bounds of the chunks from the second on, in their order.
+    :param keys: per key column the texts of the keys, without nulls.
+    :returns: indexes of chunks, in the order of the keys.
+    """
+    count = len(keys[0]) if keys else 0
+    if not bounds or not count:
+        return np.zeros(count, dtype=np.int64)
+    if len(table.key) == 1 and table.key_columns[0].type_oid in _INTEGERS:
+        lowers = np.array([int(lower) for (lower,) in bounds], dtype=np.int64)
+        values = keys[0].cast(pa.int64()).to_numpy(zero_copy_only=False)
+        found: npt.NDArray[np.int64] = np.searchsorted(lowers, values, side="right").astype(np.int64)
+        return found
+    # One sort of keys and bounds together; a key's chunk is the number of bounds up to it, equal ones included.
+    names = [sql.Identifier(f"k{i}") for i in range(len(table.key))]
+    casts = (
+        sql.SQL("{} AS {}").format(cast_key(name, column), name)
+        for name, column in zip(names, table.key_columns, strict=True)
+    )
+    query = sql.SQL(
+        """
+        WITH given AS (
+            SELECT {casts}, position, false AS bound FROM ROWS FROM ({keys}) WITH ORDINALITY AS k ({names}, position)
+            UNION ALL
+            SELECT {casts}, position, true FROM ROWS FROM ({bounds}) WITH ORDINALITY AS b ({names}, position)
+        ), counted AS (
+            SELECT position, bound, pg_catalog.count(*) FILTER (WHERE bound)
+                OVER (ORDER BY {names}, bound DESC ROWS UNBOUNDED PRECEDING) AS chunk
+            FROM given
+        )
+        SELECT pg_catalog.string_agg(chunk::pg_catalog.text, ',' ORDER BY position) FROM counted WHERE NOT bound
+        """
+    ).format(
+        casts=sql.SQL(", ").join(casts),
+        names=sql.SQL(", ").join(names),
+        keys=_unnest(column.to_pylist() for column in keys),
+        bounds=_unnest(zip(*bounds, strict=True)),
+    )
+    return np.array(scalar(connection, query).split(","), dtype=np.int64)
+
+
+def _shown(bound: tuple[str, ...] | None) -> str:
+    if bound is None:
+        return ""
+    text = bound[0] if len(bound) == 1 else f"({', '.join(bound)})"
+    return text if len(text) <= _TITLE_WIDTH else text[: _TITLE_WIDTH - 1] + "…"
+
+
+def _unnest(columns: Iterable[Iterable[str]]) -> sql.Composable:
+    """``unnest`` of one array literal a column: parsed by one input function, not as a million constants."""
+
+    def literal(values: Iterable[str]) -> sql.Composable:
+        text = "\0".join(values).replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","')
+        return sql.SQL("pg_catalog.unnest({}::pg_catalog.text[])").format(sql.Literal('{"' + text + '"}'))
+
+    return sql.SQL(", ").join(literal(values) for values in columns)
+
+
+def cast_key(value: sql.Composable, column: Column) -> sql.Composable:
+    """A text cast to the column's type and collation, for comparisons at the source.
+
+    Not to its modifier: a key that came after ``varchar(5)`` became ``varchar(10)`` must not be cut to five. Nor to a
+    domain, which may have become stricter than the keys that are there.
+    """
+    if column.beneath is not None:
+        return sql.SQL("{}::{}").format(value, sql.SQL(column.beneath))
+    bare = column.type
+    if column.builtin:
+        bare = re.sub(r"\([^)]*\)", "", bare)
+        base, brackets, rest = bare.partition("[")
+        base = "interval" if base.startswith("interval") else _UNMODIFIED.get(base, base)
+        bare = base + brackets + rest
+    cast = sql.SQL("{}::{}").format(value, sql.SQL(bare))
+    return cast if column.collation is None else cast + sql.SQL(f" COLLATE {column.collation}")
+
+
+def _compared(key: Sequence[Column], side: int, bound: Sequence[str]) -> sql.Composable:
+    """The comparison of a key with a bound, by the operators that also sort it.
+
+    :param side: ``_LESS`` or ``_GREATER_OR_EQUAL``.
+    """
+    names = [sql.Identifier(column.name) for column in key]
+    literals = [cast_key(sql.Literal(text), column) for text, column in zip(bound, key, strict=True)]
+    if all(column.operators is None for column in key):
+        comma = sql.SQL(", ")
+        return sql.SQL(f"({{}}) {_SYMBOLS[side]} ({{}})").format(comma.join(names), comma.join(literals))
+    # A row comparison takes all its operators from one schema, so that it has to be spelled out.
+    operators = key[0].operators or tuple(f"pg_catalog.{symbol}" for symbol in _SYMBOLS)
+    less, equal, wanted = (_applied(operators[n], names[0], literals[0]) for n in (_LESS, _EQUAL, side))
+    if len(key) == 1:
+        return wanted
+    rest = _compared(key[1:], side, bound[1:])
+    strictly = less if side == _LESS else sql.SQL("NOT ({} OR {})").format(less, equal)
+    return sql.SQL("({} OR {} AND {})").format(strictly, equal, rest)
+
+
+def _applied(operator: str, one: sql.Composable, other: sql.Composable) -> sql.Composable:
+    """An operator between two values; its schema's name may have braces."""
+    return sql.SQL("{} OPERATOR({}) {}").format(one, sql.SQL(operator), other)
+
+
+def _aliases(table: Table) -> list[Column]:
+    """The key columns under names of our own, which no column of the table can collide with."""
+    return [dataclasses.replace(column, name=f"k{i}") for i, column in enumerate(table.key_columns)]
+
+
+def _keys(table: Table) -> sql.Composable:
+    pairs = zip(table.key, _aliases(table), strict=True)
+    return sql.SQL(", ").join(
+        sql.SQL("{} AS {}").format(sql.Identifier(name), sql.Identifier(alias.name)) for name, alias in pairs
+    )
+
+
+def _leaves_query(
+    table: Table, select: sql.Composable, conditions: Sequence[sql.Composable] = (), sample: str = ""
+) -> sql.Composable:
+    """``SELECT`` from each leaf by itself: a plain table name would include what inherits from it."""
+    where = [condition(table.where)] if table.where is not None else []
+    chosen = sql.SQL(" AND ").join([*where, *conditions] or [sql.SQL("true")])
+    return sql.SQL(" UNION ALL ").join(
+        sql.SQL("SELECT {} FROM ONLY {}").format(select, sql.Identifier(leaf.schema, leaf.name))
+        + sql.SQL(f"{sample} WHERE ")
+        + chosen
+        for leaf in table.leaves
+    )
+
+
+def _bounds(
+    connection: Connection, table: Table, keys: sql.Composable, is_bound: sql.Composable, ranked: str = ""
+) -> list[tuple[str, ...]]:
+    """Rank the keys in the database's order and return the texts of those that bound chunks.
+
+    :param keys: query of the keys under their aliases.
+    :param is_bound: condition on ``position``, a key's rank from 1 on.
+    :param ranked: further columns beside ``position`` for the condition.
+    """
+    names = sql.SQL(", ").join(sql.Identifier(alias.name) for alias in _aliases(table))
+    texts = sql.SQL(", ").join(text_of(alias) for alias in _aliases(table))
+    # DISTINCT, because a key whose index has a collation of its own need not be unique under the column's.
+    query = sql.SQL("SELECT {} FROM (SELECT DISTINCT {} FROM (SELECT {}, ").format(texts, names, names)
+    query += sql.SQL(f"pg_catalog.row_number() OVER (ORDER BY {{}}) AS position{ranked} FROM (").format(names)
+    query += keys + sql.SQL(") AS keys) AS ranked WHERE ") + is_bound
+    # Qualified: a bare name would mean the output column, which is text.
+    order = sql.SQL(", ").join(sql.Identifier("bounds", alias.name) for alias in _aliases(table))
+    return rows(connection, query + sql.SQL(") AS bounds ORDER BY {}").format(order))
+
+
+def _sampled_bounds(connection: Connection, table: Table, chunk_rows: int, stored: int) -> list[tuple[str, ...]]:
+    """Bounds from a sample of blocks, at equal distances in the sample.
+
+    :param stored: bytes of all leaves.
+    """
+    blocks = stored / int(scalar(connection, "SELECT pg_catalog.current_setting('block_size')"))
+
+    def sample(share: float) -> str:
+        return f" TABLESAMPLE SYSTEM ({100 * share:.9e}) REPEATABLE ({_SEED})"
+
+    share = min(1.0, PROBED_BLOCKS / blocks)
+    probe = _leaves_query(table, sql.SQL("1"), sample=sample(share))
+    count = scalar(connection, sql.SQL("SELECT pg_catalog.count(*) FROM (") + probe + sql.SQL(") AS probe"))
+    estimate = count / share
+    wanted = max(PROBED_BLOCKS, min(SAMPLED_BLOCKS_PER_CHUNK * estimate / chunk_rows, SAMPLED_ROWS))
+    share = min(1.0, wanted / blocks)
+    one_in = 1 << max(0, math.ceil(math.log2(max(1.0, estimate * share / SAMPLED_ROWS))))
+    thinned = sql.SQL(f"pg_catalog.hashtid(ctid) & {one_in - 1} = 0")
+    keys = _leaves_query(table, _keys(table), (thinned,) if one_in > 1 else (), sample(share))
+    chunks = f"greatest(1, pg_catalog.round(pg_catalog.count(*) OVER () * {one_in / share / chunk_rows:.9e}))::int8"
+    ranked = f", {chunks} AS chunks, pg_catalog.count(*) OVER () AS total"
+    is_bound = sql.SQL("position > 1 AND (position - 1) * chunks / total <> (position - 2) * chunks / total")
+    return _bounds(connection, table, keys, is_bound, ranked)

@@ -1,0 +1,181 @@
+"""The work of a staging task: a raw piece of the log in, effects in the sink's staging and a pickled message out.
+
+It runs on executors, in the task that reads the piece or in one behind it (see :mod:`.inline_staging`). What a piece
+does is worked out from the log alone, but for keys whose chunk, or whose place among rows that were read again, only a
+database can tell.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.changes.effects import TableFilter, between, effects
+from airflow_cdc_provider.engine.changes.schema_change import Misfit, first_misfit
+from airflow_cdc_provider.engine.core.errors import CdcError, values_hidden
+from airflow_cdc_provider.engine.postgres.connection import Connection, connect
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure, knows_not, sqlstate
+from airflow_cdc_provider.engine.sinks.contract import Record, Sink, StagedPiece, Target
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import chunk_of
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Piece, decode
+from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
+
+END = (1 << 63) - 1
+"""Beyond every LSN."""
+PIECE = ("start", "end", "index", "piece", "deposit")
+"""The columns of :class:`.spark_source.PostgresCdcSource` that say what is to be staged."""
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A table whose source cannot tell any more in which chunks keys lie; ``why`` is what it has said.
+
+    Keys and bounds are texts from different times: meanwhile the type, or a label of it, was given another name.
+    """
+
+    label: str
+    why: str
+
+
+class _CannotPlace(Exception):
+    def __init__(self, unplaced: Unplaced) -> None:
+        super().__init__(unplaced)
+        self.unplaced = unplaced
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The work of a staging task; as a function that Spark ships it takes raw pieces, and yields pickled messages.
+
+    :param depot: the sink in which large pieces are deposited.
+    :param targets: all that are recorded. A leaf that has gone from one to another belongs to both until the one that
+        had it is read again.
+    :param high: the highest H of all reads, those that need no filter any more included.
+    :param since, before: bounds of the commit records of the transactions that are staged.
+    """
+
+    sink: Sink
+    depot: Sink
+    epoch: int
+    targets: tuple[Target, ...]
+    filters: dict[str, TableFilter]
+    high: int
+    source_dsn: str = field(repr=False)
+    since: int = 0
+    before: int = END
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        failed = False
+        for batch in batches:
+            for i in range(batch.num_rows):  # one by one, as each is copied
+                (row,) = batch.select(PIECE).slice(i, 1).to_pylist()
+                message = self.message(row)
+                failed |= isinstance(message, CdcError)
+                yield pa.RecordBatch.from_pydict({"message": [pickle.dumps(message)]})
+        if not failed:
+            spare_modules()
+
+    def message(self, piece: Mapping[str, Any]) -> StagedPiece | Misfit | Unplaced | CdcError:
+        """Stage a piece.
+
+        :param piece: a row, of the columns :data:`PIECE`.
+        """
+        try:
+            return self._stage(**piece)
+        except _CannotPlace as e:
+            return e.unplaced
+        except CdcError as e:  # returned, not raised: Spark would wrap it in text and try again
+            return e
+        except DRIVER_ERRORS as e:
+            return driver_failure(e, "staging")
+
+    def _decode(self, packed: bytes, deposit: str | None) -> tuple[list[Changes], int]:
+        """The changes of a piece, and the commit record of the transaction that is open at its start, or 0."""
+        if not packed:
+            return [], 0
+        piece = Piece.from_bytes(packed)
+        if deposit is not None:
+            piece = replace(piece, data=self.depot.fetch(self.epoch, deposit, piece.size))
+        decoded = [between(changes, self.since, self.before) for changes in decode(piece)]
+        return decoded, piece.transaction.commit_lsn if piece.transaction else 0
+
+    def _stage(self, start: str, end: str, index: int, piece: bytes, deposit: str | None) -> StagedPiece | Misfit:
+        decoded, opened = self._decode(piece, deposit)
+        tables: dict[int, list[Table]] = {}
+        for target in self.targets:
+            for leaf in target.table.leaves:
+                tables.setdefault(leaf.oid, []).append(target.table)
+        snapshots = {label: filter_.snapshots for label, filter_ in self.filters.items()}
+        misfit = first_misfit(decoded, tables, snapshots, opened)
+        if misfit is not None:
+            return misfit
+        source: Connection | None = None
+
+        def ask(table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> npt.NDArray[np.int64]:
+            nonlocal source
+            source = source or connect(self.source_dsn)
+            try:
+                return chunk_of(source, table, bounds, keys)
+            except DRIVER_ERRORS as e:
+                if not knows_not(e):
+                    raise
+                said = f"SQLSTATE {sqlstate(e)}" if values_hidden() else str(e).splitlines()[0]
+                raise _CannotPlace(Unplaced(table.label, said)) from e
+
+        labelled = {target.table.label: target for target in self.targets}
+
+        def ask_members(
+            table: Table, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
+        ) -> Sequence[tuple[int, int]]:
+            return self.sink.members(labelled[table.label], members, keys)
+
+        try:
+            net = effects(decoded, tables, self.filters, self.sink.mode, ask, ask_members)
+        finally:
+            if source is not None:
+                source.close()
+        staged = self.sink.stage(self.epoch, f"{self.epoch}_{index}_{uuid.uuid4().hex[:12]}", net.effects)
+        xids = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(c.xid for c in decoded)]))
+        return StagedPiece(
+            start,
+            end,
+            index,
+            sum(len(c.op) for c in decoded),
+            xids.astype("<u4").tobytes(),
+            staged,
+            net.split_truncates,
+            self.high,
+            {c.relation.oid: int(c.xid[c.op == ord("t")][-1]) for c in decoded if (c.op == ord("t")).any()},
+            net.changes,
+        )
+
+
+def open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
+    """The filters that still matter: a read sees nothing that committed after its H.
+
+    Those that do not must be left out, since transaction ids can be compared only within 2^31 of each other.
+    """
+    if record.high <= applied:
+        return {}
+    filters = {}
+    for label, read in record.finished.items():
+        still = [(c, watermark) for c, watermark in read if watermark.high > applied]
+        # A key is found in its chunk by the bounds of all.
+        open_ = any(c.keys is None for c, _ in still)
+        ranges = [(c.chunk, watermark) for c, watermark in read if c.keys is None] if open_ else []
+        reread = {key: watermark.snapshot for c, watermark in still for key in c.keys or ()}
+        if ranges or reread:
+            filters[label] = TableFilter(
+                bounds=tuple(chunk.lower for chunk, _ in ranges if chunk.lower is not None),
+                snapshots=tuple(watermark.snapshot for _, watermark in ranges),
+                reread=reread,
+            )
+    return filters

@@ -1,0 +1,298 @@
+"""The stream job: Spark's query over the log, and what watches it until it has done what was asked for.
+
+Spark cuts the stream into batches; where the stream goes on, the sink's commit record
+says alone. So each query begins with a checkpoint of its own, in which Spark keeps how
+far this query is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from airflow_cdc_provider.engine.core import errors
+from airflow_cdc_provider.engine.core.errors import CdcError, StreamFailed, TableLocked
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, row
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.postgres.lock_holders import naming_holders
+from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
+from airflow_cdc_provider.engine.runs.foreach_batch import Batches
+from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, emit_marker, read_slot
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
+from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import Fanout
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc
+from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
+from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
+
+log = logging.getLogger(__name__)
+
+_ACKNOWLEDGE_SECONDS = 30.0
+_STARTS = 5
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class StreamProgress:
+    """How far the stream is.
+
+    :param applied: LSN durable in the sink.
+    :param changes: row changes committed by this job.
+    :param seconds: time spent in batches that held changes.
+    :param tables: the changes by table, of the tables that are captured.
+    :param batch_seconds: time spent in the last batch that held changes, ``None`` before there was one.
+    :param waiting: what other transactions hold up: see :attr:`.Units.waiting`, or the look at the catalog.
+    :param counts: what else has been counted, by name.
+    :param lag_messages: how many messages of topics have not been read; ``None`` where there are no topics.
+    """
+
+    applied: int
+    changes: int = 0
+    seconds: float = 0.0
+    tables: Mapping[str, int] = field(default_factory=dict)
+    batch_seconds: float | None = None
+    waiting: str | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    lag_messages: int | None = None
+
+    def plus(self, further: StreamProgress) -> StreamProgress:
+        """The progress after a further attempt, which begins where this one ended."""
+        return StreamProgress(
+            further.applied,
+            self.changes + further.changes,
+            self.seconds + further.seconds,
+            Counter(self.tables) + Counter(further.tables),
+            self.batch_seconds if further.batch_seconds is None else further.batch_seconds,
+            further.waiting,
+            {name: self.counts.get(name, 0) + count for name, count in further.counts.items()},
+            further.lag_messages,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The progress as JSON values."""
+        values = {
+            "applied_lsn": format_lsn(self.applied),
+            "changes": self.changes,
+            "seconds": self.seconds,
+            "rows_per_second": round(self.changes / self.seconds) if self.seconds else 0,
+            "tables": dict(self.tables),
+            "batch_seconds": self.batch_seconds,
+            **self.counts,
+        }
+        values |= {} if self.lag_messages is None else {"lag_messages": self.lag_messages}
+        return values | ({"waiting": self.waiting} if self.waiting else {})
+
+
+class StreamJob:
+    """Follows the log until told otherwise.
+
+    :param report: called after every batch and about once a second.
+    """
+
+    def __init__(self, spark: SparkSession, run: Run, record: Record, report: Callable[[StreamProgress], None]) -> None:
+        self._spark = spark
+        self._run = run
+        self._pipeline = run.pipeline
+        self._report = report
+        self._began = record.applied
+        self._origin = Origin.of(record.identity)
+        self._handout = Handout()
+        self._units = Fanout(run, record, self._handout)
+        self._batches = Batches(run, self._batch, _batch_failure, _query_failure)
+        self._passage: Passage | None = None
+        self._seen: Passage | None = None
+        self._unseen: str | None = None
+
+    def follow(self, target: int | None) -> StreamProgress:
+        """Apply the log until everything up to ``target`` is durable, or for ever when ``None``.
+
+        :returns: what was done. Ends early when the run is asked to stop.
+        :raises CdcError: when the stream cannot go on.
+        """
+        with meeting_place() as directory, self._handout.serving(directory, self._run.lag.idle):
+            return self._follow(self._start(directory), target)
+
+    def _follow(self, query: StreamingQuery, target: int | None) -> StreamProgress:
+        try:
+            with self._batches.watched(query):
+                try:
+                    self._watch(query, target)
+                finally:
+                    self._units.halt()
+        except DRIVER_ERRORS as e:
+            raise driver_failure(e, describe(self._pipeline.source.dsn)) from e
+        finally:
+            # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
+            with contextlib.suppress(CdcError, *DRIVER_ERRORS):
+                self._sweep()
+        self._report(self._progress())
+        if self._units.refusal is not None:
+            raise self._units.refusal
+        return self._progress()
+
+    def _watch(self, query: StreamingQuery, target: int | None) -> None:
+        """Do what goes on beside the batches, until the target is applied and acknowledged."""
+        beat = time.monotonic()
+        with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            self._gate(source)  # the address may lead to another server than it did to the gate at the start
+            self._look(source)
+            while not self._run.stopping and not self._units.done(target):
+                if self._batches.ended(query):
+                    break
+                self._run.check()
+                if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
+                    beat = time.monotonic()
+                    self._run.budget.look(self._gate(source))
+                    self._look(source)
+                    emit_marker(source, "heartbeat")
+                self._report(self._progress())
+            self._await_acknowledgement(source, query)
+
+    def _look(self, source: Connection) -> None:
+        """Look at the catalog; what a locked table keeps from being seen is looked at again with the next heartbeat."""
+        try:
+            with naming_holders():  # here, as the session that outlives this would name them only at its end
+                self._units.look(source)
+        except TableLocked as e:
+            if self._unseen is None:
+                log.warning("looking at the catalog waits: %s", e.message)
+            self._unseen = e.message
+        else:
+            self._unseen = None
+
+    def _progress(self) -> StreamProgress:
+        units = self._units
+        return StreamProgress(
+            units.applied,
+            units.changes,
+            units.seconds,
+            units.tables.copy(),
+            units.batch_seconds,
+            units.waiting or self._unseen,
+        )
+
+    def _source_options(self) -> SourceOptions:
+        pipeline = self._pipeline
+        return SourceOptions(
+            pipeline.source.log_dsn,
+            pipeline.source.slot,
+            pipeline.source.publication,
+            self._origin,
+            self._units.applied,
+            pipeline.stream.max_batch_bytes,
+            pipeline.stream.heartbeat,
+            self._run.depot,
+            self._run.epoch,
+        )
+
+    def _start(self, directory: str) -> StreamingQuery:
+        self._sweep()
+        spare_modules()
+        options = replace(
+            self._source_options(),
+            trigger=self._pipeline.stream.trigger,
+            meeting=Meeting.of(self._spark, directory),
+        )
+        self._spark.dataSource.register(postgres_cdc(options))
+        for _ in range(_STARTS):
+            pieces = self._spark.readStream.format("postgres_cdc").load()
+            query = (
+                pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
+                .foreachBatch(self._batches)
+                .option("checkpointLocation", self._run.state.new_checkpoint(self._run.epoch))
+                .trigger(processingTime="0 seconds")  # the source waits
+                .start()
+            )
+            with contextlib.ExitStack() as failing:
+                failing.callback(query.stop)
+                late = self._comes_late(query)
+                failing.pop_all()
+            if not late:
+                break
+        return query
+
+    def _comes_late(self, query: StreamingQuery) -> bool:
+        """Wait for the source's process; on a busy machine it may not come up in the ten seconds that Spark gives it.
+
+        Nothing has been read then, so that no failure needs to be counted: the query can begin again.
+        """
+        # A query that fails says so a moment before it becomes inactive.
+        undecided = ("Initializing", "Terminated")
+        while query.isActive and query.status["message"].startswith(undecided) and not self._run.stopping:
+            self._run.check()
+            self._run.wait(_POLL_SECONDS)
+        late = not query.isActive and "Python worker failed to connect back" in str(query.exception())
+        if late:
+            log.warning("the source's process did not come up within ten seconds, which Spark does not wait beyond")
+        return late
+
+    def _gate(self, source: Connection) -> SlotState:
+        """Look whether the source can still continue; what was seen the time before, it has saved by now.
+
+        :raises StreamFailed: when this is another server than the log is read from: a passage here says nothing of that
+            one, and its timeline in the record would vouch for what has been applied of another.
+        """
+        self._origin.require(row(source, f"SELECT {QUERY}"), self._pipeline.source.dsn)
+        passage = self._units.gate(source)
+        self._seen, self._passage = self._passage, passage
+        self._run.lag.see(passage.slot)
+        return passage.slot
+
+    def _await_acknowledgement(self, source: Connection, query: StreamingQuery) -> None:
+        """Leave the slot at what is applied: Spark tells the source so when it next asks for an offset."""
+        applied, slot = self._units.applied, self._pipeline.source.slot
+        if applied == self._began:
+            return
+
+        def acknowledged() -> bool:
+            state = read_slot(source, slot)
+            if state is not None:
+                self._run.lag.see(state)
+            return state is None or state.confirmed_flush_lsn >= applied or self._batches.ended(query)
+
+        await_condition(acknowledged, _ACKNOWLEDGE_SECONDS)
+
+    def _sweep(self) -> None:
+        self._run.commit_record.sweep(self._run.epoch)
+        self._run.commit_record.discard(self._run.epoch)
+
+    def _batch(self, pieces: DataFrame, _: int) -> None:
+        if self._seen is not None:
+            self._units.note(self._seen)
+        self._units.bring(pieces)
+        self._report(self._progress())
+
+
+def _batch_failure(number: int, text: str) -> CdcError:
+    return StreamFailed(
+        f"a Spark task of batch {number} failed: {text.splitlines()[0]}",
+        "Start again: the stream goes on from the last commit. The task's error is in Spark's log.",
+        f"a Spark task of batch {number} failed",
+    )
+
+
+def _query_failure(text: str) -> CdcError:
+    """What the source's process raised, told by its text: it is another process, which only Spark talks to."""
+    _, told, tail = text.rpartition(f"{errors.__name__}.")
+    if told:
+        name, _, message = tail.splitlines()[0].strip().partition(": ")
+        kind = getattr(errors, name, StreamFailed)  # by which is decided whether to begin again
+        solution = getattr(kind, "remedy", "Start again: the stream goes on from the last commit.")
+        return cast(CdcError, kind(message, solution))
+    return StreamFailed(
+        f"the streaming query ended: {text.splitlines()[0] if text else 'without a message'}",
+        "Start again: the stream goes on from the last commit. Spark's log has the whole error.",
+        "the streaming query ended",
+    )

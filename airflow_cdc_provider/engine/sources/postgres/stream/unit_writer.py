@@ -1,0 +1,498 @@
+"""Units: how batches of the log become commits of the sink, with re-reads and changes of schema between them.
+
+A batch ends at a commit, so a batch is a unit, except for a transaction larger than a
+batch: its parts are staged batch by batch and committed with the last one. Where the log
+describes a table anew, the batch is cut: what comes before is a unit of its own, then the
+change is followed, or the table read again, and the rest is staged under the new definition.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pyspark.sql import DataFrame
+
+from airflow_cdc_provider.engine.changes.schema_change import (
+    Adopt,
+    Follow,
+    Misfit,
+    Refuse,
+    Unchanged,
+    Verdict,
+    decide,
+    has_other_keys,
+    has_silent_identity,
+)
+from airflow_cdc_provider.engine.commands.preflight import changelog_names
+from airflow_cdc_provider.engine.core.errors import Blocked, CannotFollow, CdcError, ConfigError, StreamFailed
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected
+from airflow_cdc_provider.engine.runs.run import Run, existing_record
+from airflow_cdc_provider.engine.sinks.contract import Eager, MissingValues, Record, RowsNeeded, StagedPiece, Target
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import catalog_state, drifted, look
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist, read_keys_again, target_of
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
+from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END, Stage, Unplaced, open_filters
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Relation
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.state.requests import requested
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+# Each staging after a re-read can ask for other rows: those that moved from the ones that were read.
+_STAGINGS = 5
+# A change of schema is followed, and if the log then shows that there was more to it, the table is read again.
+_MEETINGS = 3
+
+
+class _RelationChanged(Exception):
+    """A batch has changes in a format that is not the recorded one."""
+
+    def __init__(self, misfit: Misfit) -> None:
+        super().__init__(misfit.label)
+        self.misfit = misfit
+
+
+@dataclass(frozen=True)
+class _Drift:
+    """Tables that were found to be defined otherwise than recorded.
+
+    :param tables: by label what the catalog said, or why it cannot be followed.
+    :param marker: LSN written afterwards; what comes after it in the log was changed under that definition.
+    """
+
+    tables: Mapping[str, Table | CdcError]
+    marker: int
+
+    def told(self, label: str, after: Table | CdcError) -> bool:
+        """Whether this is what the catalog said."""
+        before = self.tables.get(label)
+        if isinstance(before, Table) and isinstance(after, Table):
+            return before.to_dict() == after.to_dict()
+        return isinstance(before, CdcError) and isinstance(after, CdcError) and before.message == after.message
+
+
+class Units:
+    """Brings batches into a sink, one after the other.
+
+    :param run: the part, or the branch of it, that has this sink alone.
+    :param handout: stages the batches.
+    :ivar record: the sink's commit record, as last read.
+    :ivar applied: LSN durable in the sink.
+    :ivar changes: row changes committed.
+    :ivar tables: the same by table.
+    :ivar refusal: why the stream cannot go on beyond what is applied, ``None`` while it can.
+    :ivar waiting: what other transactions hold up: re-reads that the stream leaves for later, or the unit at hand.
+    :ivar halted: set from outside to end a wait.
+    """
+
+    def __init__(self, run: Run, record: Record, handout: Handout) -> None:
+        self.record = record
+        self.applied = record.applied
+        self.changes = 0
+        self.tables: Counter[str] = Counter()
+        self.refusal: CannotFollow | None = None
+        self.waiting: str | None = None
+        self.halted = False
+        self.run = run
+        self.barriers = Barriers()
+        self._handout = handout
+        self._plain = True
+        self._parts: list[StagedPiece] = []
+        self._since = 0
+        self._catalog = ""
+        self._found: Mapping[str, Table | CdcError] = {}
+        self._drift: _Drift | None = None
+        self._truncates: dict[int, int] = {}
+        self._looking = threading.Lock()  # also beside the batches, by the thread that watches them
+        handout.offers.append(self._next)
+
+    def now(self) -> int:
+        """The applied LSN of the moment."""
+        return self.applied
+
+    @property
+    def parted(self) -> bool:
+        """Whether a transaction is staged of which parts are still to come."""
+        return bool(self._parts)
+
+    def done(self, target: int | None) -> bool:
+        """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
+        looked = bool(self._catalog) and self._drift is None
+        reached = target is not None and self.applied >= target and looked
+        return reached or self.refusal is not None
+
+    def look(self, source: Connection) -> Mapping[str, Table | CdcError]:
+        """Look whether the catalog has changed, and keep what it says until the log has been passed so far.
+
+        :returns: what it said when it was last found changed, of the tables that were not defined as recorded.
+        """
+        with self._looking:
+            state = catalog_state(source, self.run.pipeline.source.publication, self.record.targets)
+            state += f" {self._truncates}"  # what they explain
+            if state != self._catalog:
+                self._found = drifted(source, self.run.pipeline, self.record.targets, self._truncates)
+                self._drift = _Drift(self._found, emit_marker(source, "definition")) if self._found else None
+                self._catalog = state
+            return self._found
+
+    def note(self, passage: Passage) -> None:
+        """Keep in the record what was seen of the slot, see :meth:`.Run.note`."""
+        news = self.run.note(self.record, passage)
+        if news:
+            self.record = replace(self.record, identity={**self.record.identity, **news})
+
+    def bring(self, pieces: DataFrame, waiting: str | None) -> None:
+        """Bring a batch into the sink: stage it, follow what it says of the schema, commit it if it ends a unit.
+
+        :param pieces: rows of :class:`.spark_source.PostgresCdcSource`.
+        :param waiting: what requests wait for.
+        :raises CdcError: when it cannot be brought in; nothing beyond ``applied`` is in the sink then.
+        """
+        # What the stream sends again, because another sink lacks it, this one has.
+        self._since, met = self.applied, Counter[tuple[str, int]]()
+        while True:
+            try:
+                self._unit(pieces, None)
+                break
+            except _RelationChanged as e:
+                met[e.misfit.label, e.misfit.commit_lsn] += 1
+                if met[e.misfit.label, e.misfit.commit_lsn] > _MEETINGS:
+                    raise StreamFailed(
+                        f"{e.misfit.label} is described at {format_lsn(e.misfit.commit_lsn)} as it is not defined",
+                        f"Run `airflow-cdc resnapshot --table '{e.misfit.label}'`.",
+                    ) from e
+                self._meet(e.misfit, pieces)
+        if not self._parts:
+            waiting = self._settle() or waiting
+        self._wait_for(waiting)
+
+    def _unit(self, pieces: DataFrame, before: int | None) -> None:
+        """Bring the batch into the sink, or those of its transactions whose commit record lies before an LSN.
+
+        :raises _RelationChanged: when nothing was committed, as there are changes in another format.
+        """
+        with self._ahead(before) or nullcontext() as ahead:
+            self._stage_and_commit(pieces, before, ahead)
+
+    def _stage_and_commit(self, pieces: DataFrame, before: int | None, ahead: Ahead | None) -> None:
+        staged = self._stage(pieces, before, ahead)
+        end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
+        if end.block:
+            self._parts += staged
+            return
+        if end.lsn <= self.applied:  # another sink lacks it, or Spark begins a query with a batch of nothing
+            self._parts = []
+            return
+        unit = _numbered(self._parts + staged)
+        # Of a batch that was cut, what comes before is committed.
+        start = max(Position.from_json(json.loads(unit[0].start)).lsn, self.applied)
+        for _ in range(_STAGINGS):
+            if self._commit(start, end.lsn, unit, ahead):
+                break
+            if self._parts:
+                raise _torn()
+            self.run.sink.sweep(self.run.epoch)
+            unit = _numbered(self._stage(pieces, before, ahead))
+        else:
+            raise StreamFailed(
+                f"the unit ending at {format_lsn(end.lsn)} still lacks values after its rows were read again",
+                "Run `airflow-cdc resnapshot` for the tables concerned.",
+            )
+        failpoint("before-spark-commit")
+        self._parts = []
+        self.barriers.passed(_xids(unit))
+        self.applied = max(self.applied, end.lsn)
+        for piece in unit:
+            self.changes += piece.changes
+            self.tables.update(piece.changes_by_table)
+
+    def _next(self) -> Stage:
+        """How the batch that comes next would be staged, if nothing is changed before."""
+        return self._work(self.applied, END)
+
+    def _work(self, since: int, before: int) -> Stage:
+        filters = open_filters(self.record, self.applied)
+        return Stage(
+            self.run.sink,
+            self.run.depot,
+            self.run.epoch,
+            self.record.targets,
+            filters,
+            self.record.high,
+            self.run.pipeline.source.dsn,
+            since,
+            before,
+        )
+
+    def _ahead(self, before: int | None) -> Ahead | None:
+        """What applies a unit while it is staged: that of a whole batch, if the sink can, and the one before let it."""
+        run, sink, applied = self.run, self.run.sink, self.applied
+        if before is not None or self._parts or not isinstance(sink, Eager):
+            return None
+        watched = {target.table.label for target in self._watched()}
+        tried, self._plain = self._plain, True
+
+        def plain(piece: StagedPiece) -> bool:
+            end = Position.from_json(json.loads(piece.end))
+            more = piece.split_truncates or not watched.isdisjoint(staged.label for staged in piece.tables)
+            self._plain = self._plain and not more and not end.block
+            return tried and self._plain and end.lsn > applied
+
+        def commit(first: StagedPiece, unit: Iterator[StagedPiece]) -> None:
+            start, end = (Position.from_json(json.loads(text)).lsn for text in (first.start, first.end))
+            sink.commit_as_staged(run.epoch, max(start, applied), end, unit)
+
+        return Ahead(plain, commit)
+
+    def _watched(self) -> list[Target]:
+        """The targets of whose source the catalog has to be asked before a unit is applied."""
+        if self.run.pipeline.sink.mode == "changelog":
+            return []
+        return [target for target in self.record.targets if has_silent_identity(target.table)]
+
+    def _stage(self, pieces: DataFrame, before: int | None, ahead: Ahead | None) -> list[StagedPiece]:
+        work = self._work(self._since, END if before is None else before)
+        messages = self._handout.stage(pieces, work, ahead.hear if ahead is not None else None)
+        if ahead is not None and not all(isinstance(message, StagedPiece) for message in messages):
+            ahead.call_off()
+        misfits = [message for message in messages if isinstance(message, Misfit)]
+        if misfits:
+            raise _RelationChanged(min(misfits, key=lambda misfit: misfit.commit_lsn))
+        unplaced = {message.label: message for message in messages if isinstance(message, Unplaced)}
+        if unplaced:
+            self.run.sink.sweep(self.run.epoch)
+            for table in unplaced.values():
+                self._read_unplaced(table)
+            return self._stage(pieces, before, ahead)
+        for message in messages:
+            if isinstance(message, CdcError):
+                raise message
+        staged = sorted(messages, key=lambda m: m.index)
+        for piece in staged:
+            self._truncates = {**self._truncates, **piece.truncates}
+        return staged
+
+    # -- changes of schema -------------------------------------------------------------------------
+
+    def _read_unplaced(self, unplaced: Unplaced) -> None:
+        """Read a table again whose chunks cannot be told apart any more: as a whole, it has no bounds.
+
+        :raises CannotFollow: when more than a name has changed.
+        """
+        target = target_of(self.record, unplaced.label)
+        verdict = self._decide(target, self._insist(partial(self._look_at, target)))
+        if not isinstance(verdict, Refuse):
+            verdict = Adopt(unplaced.why)
+        self._insist(partial(self._change, target, verdict), unplaced.label)
+        if self._parts:  # staged by the bounds of before
+            raise _torn()
+
+    def _meet(self, misfit: Misfit, pieces: DataFrame) -> None:
+        """Commit what comes before the first changes in another format; then follow the change of schema.
+
+        The unit ends at the commit record of their transaction: those before end there or earlier, and the server
+        sends a transaction again whose commit record begins at or after the position that is asked for.
+        """
+        torn = bool(self._parts) and misfit.inside
+        if not self._parts:
+            self.run.sink.sweep(self.run.epoch)  # what the pieces without a misfit have staged
+        if misfit.commit_lsn > self.applied and not torn:
+            self._unit(pieces, misfit.commit_lsn)
+            failpoint("unit-cut")
+        self._since = misfit.commit_lsn
+        target = target_of(self.record, misfit.label)
+        after = self._insist(partial(self._look_at, target))
+        verdict = self._decide(target, after, misfit.relation)
+        if torn and not isinstance(verdict, Refuse):
+            # The next try filters what the parts have been staged for in vain.
+            self._insist(partial(self._adopt, misfit.label, "a transaction has changed it"), misfit.label)
+            raise _torn()
+        self._insist(partial(self._change, target, verdict), misfit.label)
+
+    def _look_at(self, target: Target) -> Table | CdcError:
+        with connected(self.run.pipeline.source.dsn) as source:
+            return look(source, self.run.pipeline, [target])[target.table.label]
+
+    def _look_anew(self) -> Mapping[str, Table | CdcError]:
+        with connected(self.run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            return self.look(source)
+
+    def _settle(self) -> str | None:
+        """Follow what the catalog was found to say, once everything from before has been applied.
+
+        :returns: what has to be waited for first.
+        """
+        drift = self._drift
+        if drift is None or self.applied < drift.marker:
+            return None
+        try:
+            self._settle_now(drift)
+        except Blocked as e:
+            return e.message
+        return None
+
+    def _settle_now(self, drift: _Drift) -> None:
+        with connected(self.run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            if self._refused(drift.tables) is None:
+                for label in drift.tables:
+                    self.barriers.look(source, label)  # before all that it would cost to get there
+            now = drifted(source, self.run.pipeline, self.record.targets, self._truncates)
+            if not all(drift.told(label, after) for label, after in now.items()):
+                self._drift = _Drift(now, emit_marker(source, "definition"))
+                return
+        self.refusal = self._refused(now)  # whatever the others have to wait for
+        for label, after in now.items():
+            target = target_of(self.record, label)
+            verdict = self._decide(target, after)
+            if not isinstance(verdict, Refuse):
+                self._change(target, verdict)
+        with self._looking:
+            if self._drift is drift:
+                self._drift = None
+
+    def _refused(self, tables: Mapping[str, Table | CdcError]) -> CannotFollow | None:
+        """Why the stream cannot go on, given what the catalog says of some tables."""
+        for label, after in tables.items():
+            verdict = self._decide(target_of(self.record, label), after)
+            if isinstance(verdict, Refuse):
+                return CannotFollow(verdict.message, verdict.solution)
+        return None
+
+    def _decide(self, target: Target, after: Table | CdcError, relation: Relation | None = None) -> Verdict:
+        """As :func:`.decide`; what would be refused is done where a request wants the table as it is now.
+
+        While such a request waits, the publication says already what the record does not.
+        """
+        verdict = decide(target.table, after, relation)
+        if isinstance(verdict, Refuse) and requested(self.run, target.table.label):
+            return Adopt(verdict.message)
+        return verdict
+
+    def _change(self, target: Target, verdict: Verdict) -> None:
+        """Carry out a verdict between two units."""
+        if isinstance(verdict, Unchanged):
+            return
+        if isinstance(verdict, Refuse):
+            raise CannotFollow(verdict.message, verdict.solution)
+        try:
+            if isinstance(verdict, Follow):
+                changelog_names(self.run.pipeline, [verdict.table])
+                self.run.sink.redefine(self.run.epoch, target, replace(target, table=verdict.table))
+            else:
+                self._adopt(target.table.label, verdict.why)
+        except RowsNeeded as e:
+            self._adopt(target.table.label, str(e))
+        except ConfigError as e:  # of a table that was there when the stream began
+            raise CannotFollow(e.message, e.solution) from e
+        self.record = existing_record(self.run.pipeline)
+
+    def _adopt(self, label: str, why: str) -> None:
+        if not self.barriers.pending(label):
+            log.warning("Reading %s again: %s", label, why)
+        try:
+            adopt(self.run, label, self.barriers)
+        except ConfigError as e:  # of a table that was there when the stream began
+            raise CannotFollow(e.message, e.solution) from e
+
+    def _insist(self, read: Callable[[], T], *labels: str) -> T:
+        """Look at, or read again, what the unit at hand cannot do without, see :func:`.insist`.
+
+        :param labels: the tables that are read whole.
+        """
+        for label in labels:
+            self.barriers.lift(label)  # one that is up may be older than the unit
+        found = insist(self.run, read, self._stand_still, lambda: self.halted)
+        self.waiting = None
+        return found
+
+    def _stand_still(self, what: str) -> None:
+        self.waiting = what
+
+    def _wait_for(self, what: str | None) -> None:
+        if what and not self.waiting:
+            log.warning("%s", what)
+        self.waiting = what
+
+    def _commit(self, start: int, end: int, unit: list[StagedPiece], ahead: Ahead | None) -> bool:
+        """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
+        split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
+        try:
+            if ahead is not None and ahead.commit(unit):
+                return True
+            if split:
+                for label in sorted(split):
+                    self._insist(partial(adopt, self.run, label, self.barriers), label)
+            elif self._identities_hold(unit):
+                self.run.sink.commit(self.run.epoch, start, end, unit)
+                return True
+        except MissingValues as e:
+            changed = self._insist(partial(read_keys_again, self.run, self.record, e.keys, _xids(unit)))
+            for label in changed:  # what has been read stays so, however long these have to wait
+                self._insist(partial(self._adopt, label, "its definition has changed since"), label)
+        self.record = existing_record(self.run.pipeline)
+        return False
+
+    def _identities_hold(self, unit: list[StagedPiece]) -> bool:
+        """Whether rows that the unit takes for one are one; false when a table had to be read again for it.
+
+        Whoever gives a table another key, or all of its rows other values, locks out everybody who writes to it. So
+        what the catalog says after the unit's transactions, if it still is what was recorded, has held for all of them.
+
+        :raises CannotFollow: when the key is made of other columns, or the table is gone.
+        """
+        touched = {staged.label for piece in unit for staged in piece.tables}
+        watched = [target for target in self._watched() if target.table.label in touched]
+        if not watched:
+            return True
+        found = self._insist(self._look_anew)
+        held = True
+        for target in watched:
+            table, after = target.table, found.get(target.table.label)
+            if after is None:
+                continue
+            verdict = self._decide(target, after)
+            if isinstance(after, Table):
+                # Without a key the whole row is what is looked for.
+                other = has_other_keys(table, after) or (isinstance(verdict, Adopt) and not table.key)
+            else:
+                other = bool(table.key)  # nobody can tell by which one the rows of the unit are told apart
+            if other:
+                self._insist(partial(self._change, target, verdict), table.label)
+                held = False
+        return held
+
+
+def _xids(unit: list[StagedPiece]) -> npt.NDArray[np.uint32]:
+    """The transactions of a unit, distinct."""
+    return np.unique(np.concatenate([np.frombuffer(piece.xids, "<u4") for piece in unit]))
+
+
+def _torn() -> StreamFailed:
+    return StreamFailed(
+        "rows were read again in the middle of a large transaction; it has to be streamed again",
+        "Start again: the stream goes on from the last commit.",
+    )
+
+
+def _numbered(pieces: list[StagedPiece]) -> list[StagedPiece]:
+    """Pieces of several batches, numbered in the order in which they are applied."""
+    return [replace(piece, index=i) for i, piece in enumerate(pieces)]

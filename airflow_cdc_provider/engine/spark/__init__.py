@@ -1,0 +1,1 @@
+"""A Spark session, its JVM, and its Python processes."""

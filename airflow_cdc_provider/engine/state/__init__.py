@@ -1,0 +1,1 @@
+"""What jobs write into the state location and Airflow reads: heartbeats, history, submissions, requests."""
