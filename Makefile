@@ -85,19 +85,19 @@ chromium: | java
 # Jars that Spark does not bring, fetched once: what tests need of the packages that users name in spark.jars.packages.
 .PHONY: jars
 jars: $(INSTALLED) java
-	@echo "Fetching the jars of Delta Lake, unless they are there."; $(BIN)/python -m tests.delta_spark || \
+	@echo "Fetching the jars of Delta Lake, unless they are there."; $(BIN)/python -m tests.support.delta_spark || \
 		echo "Tests of the Delta sink are skipped: its jars cannot be fetched from Maven Central." >&2
 
 # Hadoop's small cluster for tests, which is an HDFS for those of the files sink.
 .PHONY: hdfs
 hdfs: $(INSTALLED) java
-	@echo "Fetching the jar of Hadoop's small cluster, unless it is there."; $(BIN)/python -m tests.hdfs || \
+	@echo "Fetching the jar of Hadoop's small cluster, unless it is there."; $(BIN)/python -m tests.support.hdfs || \
 		echo "Tests of files in HDFS are skipped: the jar cannot be fetched from Maven Central." >&2
 
 # Kafka's own broker, for the tests of the Kafka sink.
 .PHONY: kafka
 kafka: $(INSTALLED) java
-	@echo "Fetching the jars of Kafka, unless they are there."; $(BIN)/python -m tests.kafka_server || \
+	@echo "Fetching the jars of Kafka, unless they are there."; $(BIN)/python -m tests.support.kafka_server || \
 		echo "Tests against Kafka are skipped: its jars cannot be fetched from Maven Central." >&2
 
 # What the benchmarks compare with, as far as it is tested.
@@ -125,7 +125,7 @@ test-fast: $(INSTALLED) postgres mariadb ## run the quick tests, which start nei
 test-mysql: DIRECTORY ?= /var/tmp/airflow-cdc-mysql
 .PHONY: test-mysql
 test-mysql: $(INSTALLED) java ## run the tests of the MySQL sink against MySQL, fetched into DIRECTORY
-	MYSQLD=$$($(BIN)/python -m tests.mysql_server $(DIRECTORY)) $(PYTEST) $(wildcard tests/test_mysql_*.py)
+	MYSQLD=$$($(BIN)/python -m tests.support.mysql_server $(DIRECTORY)) $(PYTEST) tests/sinks/mysql
 
 .PHONY: lint
 lint: $(INSTALLED) ## check style and formatting

@@ -29,14 +29,14 @@ from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.spark.python_interpreter import python_for_spark
-from tests.class_archive import write_archive
-from tests.hdfs import HdfsCluster
-from tests.hostile import ENVIRONMENT, connect_unharmed
-from tests.kafka_server import make_broker
-from tests.schema_registry import registry_at
-from tests.spark_jvm import end_jvm
+from tests.support.class_archive import write_archive
+from tests.support.hdfs import HdfsCluster
+from tests.support.hostile import ENVIRONMENT, connect_unharmed
+from tests.support.kafka_server import make_broker
+from tests.support.schema_registry import registry_at
+from tests.support.spark_jvm import end_jvm
 
-pytest.register_assert_rewrite("tests.sink_contract")
+pytest.register_assert_rewrite("tests.sinks.contract")
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -93,7 +93,7 @@ Some = Callable[[Sequence[str]], Sequence[str]]
 _numbers = itertools.count(1)
 
 # They share an Airflow and a browser. When outages change the machine's network, a browser gives up its requests.
-_ONE_AFTER_THE_OTHER = ("tests/airflow/", "tests/outages/")
+_ONE_AFTER_THE_OTHER = ("tests/airflow/", "tests/protocol/outages/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,7 +13,7 @@ from airflow_cdc_provider.demo.airflow import AirflowStack
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.airflow.client import Client
-from tests.airflow_support import HOME_VARIABLE, ROOT, connection_json
+from tests.support.airflow_support import HOME_VARIABLE, ROOT, connection_json
 
 SECONDS = 300.0
 """How long Airflow and Spark are waited for, far beyond what they take on an idle machine."""

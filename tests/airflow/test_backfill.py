@@ -18,8 +18,8 @@ from airflow_cdc_provider.engine.runs.run import sink_of
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.pipelines import UNHURRIED, PipelineUnderTest, transaction
-from tests.threads import Stoppable
+from tests.support.pipelines import UNHURRIED, PipelineUnderTest, transaction
+from tests.support.threads import Stoppable
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1500)]
 

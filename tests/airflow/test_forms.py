@@ -21,7 +21,7 @@ from tests.airflow.browser import LOOKS, Browser
 from tests.airflow.client import Client
 from tests.airflow.server import HISTORY_SERVER, SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.pipelines import PipelineUnderTest
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
 

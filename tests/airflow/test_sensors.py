@@ -11,7 +11,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.watching import make_slot, move_slot
+from tests.support.watching import make_slot, move_slot
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
 

@@ -16,8 +16,8 @@ from tests.airflow.browser import Browser
 from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest
 from tests.conftest import Databases
-from tests.delta_spark import delta_jars
-from tests.pipelines import SPARK_CONF, UNHURRIED, PipelineUnderTest
+from tests.support.delta_spark import delta_jars
+from tests.support.pipelines import SPARK_CONF, UNHURRIED, PipelineUnderTest
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 

@@ -14,9 +14,9 @@ from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest
 from tests.airflow.test_sinks import connect
 from tests.conftest import Databases
-from tests.pipelines import UNHURRIED
-from tests.test_topics_pipeline import CLICKS, SUMS
-from tests.topics import TopicsPipeline, moments
+from tests.sources.kafka.test_pipeline import CLICKS, SUMS
+from tests.support.pipelines import UNHURRIED
+from tests.support.topics import TopicsPipeline, moments
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
 

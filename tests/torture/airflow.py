@@ -18,8 +18,8 @@ from airflow_cdc_provider.demo.client import FINAL_STATES
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.process_group import _GUARD
-from tests.airflow_support import ROOT, connection_json
-from tests.pipelines import SECONDS, Outcome
+from tests.support.airflow_support import ROOT, connection_json
+from tests.support.pipelines import SECONDS, Outcome
 
 DAG = "torture"
 _DAGS = Path(__file__).parent / "dags"

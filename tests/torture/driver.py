@@ -15,8 +15,8 @@ import psutil
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state.files import State, read_heartbeats
-from tests.pipelines import Command, Outcome, PipelineUnderTest
-from tests.threads import Stoppable
+from tests.support.pipelines import Command, Outcome, PipelineUnderTest
+from tests.support.threads import Stoppable
 from tests.torture.airflow import Airflow, DagRun, part_of
 
 _SECONDS = 0.1

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
-from tests.threads import Stoppable
+from tests.support.threads import Stoppable
 from tests.torture.checks import Versions, acknowledged_early
 from tests.torture.history import Sight
 from tests.torture.schema import Table

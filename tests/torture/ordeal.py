@@ -16,7 +16,7 @@ import psycopg
 from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.conftest import Databases, create_database, create_roles
-from tests.pipelines import PipelineUnderTest, execute, query_rows
+from tests.support.pipelines import PipelineUnderTest, execute, query_rows
 from tests.torture.airflow import Airflow
 from tests.torture.checks import violations
 from tests.torture.driver import Driver

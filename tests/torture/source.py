@@ -11,7 +11,7 @@ from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.timeline import parse_history
 from tests.conftest import create_roles
-from tests.pipelines import execute, query_rows
+from tests.support.pipelines import execute, query_rows
 
 _STANDBY = """
 port = {port}

@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 
-from tests.threads import Stoppable
+from tests.support.threads import Stoppable
 from tests.torture.schema import FILLERS, LANES, SPACE, TOTAL_ACCOUNTS, Table, wide
 
 _OPTIONS = "-c lock_timeout=3s -c deadlock_timeout=200ms -c TimeZone=UTC -c synchronous_commit={}"

@@ -1,0 +1,238 @@
+"""Spark jobs that outlive their tasks: submitted by a worker, watched by a trigger, found again by the next try.
+
+Operators and triggers run in this process, with real servers, a real keeper and a real Spark; what Airflow itself
+does with them is tested in ``airflow/``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.airflow_support import connection_json
+
+# isort: split
+import psutil
+from airflow.sdk.exceptions import AirflowException, TaskDeferred
+from airflow.sdk.execution_time.context import OutletEventAccessors
+
+from airflow_cdc_provider.assets import CHANGED_TABLES
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.state.files import State, read_heartbeat
+from airflow_cdc_provider.engine.state.submission import Submission, read
+from airflow_cdc_provider.links.spark import SparkUiLink
+from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
+from airflow_cdc_provider.operators.spark import CdcSparkOperator
+from airflow_cdc_provider.operators.stream import CdcStreamOperator
+from airflow_cdc_provider.retry import CdcTaskFailed
+from airflow_cdc_provider.triggers.job import SparkJobTrigger
+from tests.conftest import Databases
+from tests.support.pipelines import PipelineUnderTest
+
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(600)]
+
+SECONDS = 120.0
+
+
+class Task:
+    """A task instance: what Airflow keeps of it from one try to the next."""
+
+    def __init__(self, operator: CdcSparkOperator) -> None:
+        self.operator = operator
+        self.values: dict[str, Any] = {}
+        self.max_tries = 2
+        self.events = OutletEventAccessors()
+
+    @property
+    def context(self) -> Any:
+        store = SimpleNamespace(get=self.values.get, set=lambda key, value, retention: self.values.update({key: value}))
+        instance = SimpleNamespace(max_tries=self.max_tries, try_number=1)
+        return {"task_state_store": store, "ti": instance, "outlet_events": self.events}
+
+    def defer(self) -> SparkJobTrigger:
+        """Run a try in the worker, up to where it frees its slot; the trigger as the triggerer makes it."""
+        with pytest.raises(TaskDeferred) as deferred:
+            self.operator.execute(self.context)
+        assert deferred.value.method_name == "execute_complete"
+        _, arguments = deferred.value.trigger.serialize()
+        return SparkJobTrigger(**json.loads(json.dumps(arguments)))
+
+    def run(self) -> dict[str, Any]:
+        """Run a try to its end."""
+        return self.complete(self.defer())
+
+    def complete(self, trigger: SparkJobTrigger) -> dict[str, Any]:
+        """Wait in the triggerer and go on in the worker."""
+        return self.operator.execute_complete(self.context, fire(trigger))
+
+
+def fire(trigger: SparkJobTrigger) -> dict[str, Any]:
+    """The event of a trigger."""
+
+    async def first() -> Any:
+        async for event in trigger.run():
+            return event.payload
+        return None
+
+    event = asyncio.run(asyncio.wait_for(first(), SECONDS))
+    return dict(json.loads(json.dumps(event)))
+
+
+class Jobs:
+    """The jobs of a pipeline as the state and this machine's processes tell."""
+
+    def __init__(self, pipeline: PipelineUnderTest) -> None:
+        self.pipeline = pipeline
+        self.state = State(pipeline.pipeline.state)
+
+    def submission(self, trigger: SparkJobTrigger) -> Submission:
+        found = read(self.state, trigger.submission)
+        assert found is not None
+        return found
+
+    def family(self) -> list[psutil.Process]:
+        """The living processes of all jobs of the pipeline: guards, JVMs, drivers, workers, keepers."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("TEST_PIPELINE") == self.pipeline.name and process.pid != os.getpid()
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def keepers(self) -> list[psutil.Process]:
+        return [process for process in self.family() if "airflow_cdc_provider.hooks.keeper" in process.cmdline()]
+
+    def driver(self, part: str) -> psutil.Process:
+        beat = read_heartbeat(self.state, part)
+        assert beat is not None
+        return psutil.Process(beat.owner.pid)
+
+    def await_beat(self, trigger: SparkJobTrigger) -> None:
+        """Wait until the job is at work."""
+
+        def beats() -> bool:
+            beat = read_heartbeat(self.state, self.submission(trigger).part)
+            return beat is not None and beat.submission == trigger.submission and "changes" in beat.progress
+
+        over = await_condition(lambda: beats() or self.submission(trigger).ended_at is not None, SECONDS, 0.2)
+        assert over, self.submission(trigger)
+        assert beats(), self.submission(trigger)
+
+    def await_none(self) -> None:
+        assert await_condition(lambda: not self.family(), SECONDS, 0.2), [p.cmdline() for p in self.family()]
+
+
+@pytest.fixture
+def pipeline(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PipelineUnderTest]:
+    under_test = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 300})
+    under_test.source(
+        "CREATE TABLE public.t (id int PRIMARY KEY, body text)",
+        "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 1000) n",
+    )
+    # A password that the servers do not ask for.
+    under_test.change(sink={"dsn": databases.pipeline_target.replace("@", ":n0tTelling@")})
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection_json(conn_type="spark", host="local[1]"))
+    monkeypatch.setenv("TEST_PIPELINE", under_test.name)
+    yield under_test
+    for process in Jobs(under_test).family():
+        process.kill()
+
+
+@pytest.fixture
+def jobs(pipeline: PipelineUnderTest) -> Jobs:
+    return Jobs(pipeline)
+
+
+def test_a_snapshot_finds_its_job_again(pipeline: PipelineUnderTest, jobs: Jobs) -> None:
+    epoch = pipeline.provision().epoch
+    path = str(pipeline.file)
+    first, second = CdcPlanOperator(task_id="plan", pipeline=path, groups=2).execute({})
+    assert first == {"label": "public.t .. 601, 2 chunks", "chunks": [["public.t", 0, 1]]}
+    task = Task(CdcSnapshotOperator(task_id="t", pipeline=path, epoch=str(epoch), group=first))
+    trigger = task.defer()
+    # The worker has been killed since: the next try.
+    assert task.defer().submission == trigger.submission
+    result = task.complete(trigger)
+    assert (result["chunks"], result["finished"], result["rows"]) == (2, 2, 600)
+    assert task.operator.execute(task.context) == result
+    assert len(pipeline.finished_chunks()) == 2
+    submission = jobs.submission(trigger)
+    assert submission.log is not None
+    output = Path(submission.log).read_text()
+    assert "n0tTelling" not in output
+    assert '"rows": 600' in output
+    application = jobs.submission(trigger).application
+    assert application is not None
+    assert application.startswith("local-")
+    link = SparkUiLink().get_link(task.operator, ti_key=None)  # type: ignore[arg-type]
+    assert link.endswith(f"/pipelines/{pipeline.name}/spark/{trigger.submission}?application={application}")
+
+    # The map has been expanded anew since, and at this place there is another group.
+    remapped = Task(CdcSnapshotOperator(task_id="t", pipeline=path, epoch=str(epoch), group=second))
+    remapped.values = task.values
+    other = remapped.defer()
+    assert other.submission != trigger.submission
+    assert json.dumps(second["chunks"]) in jobs.submission(other).command
+    asyncio.run(other.on_kill())
+    jobs.await_none()
+    with pytest.raises(AirflowException, match="ended before its work was done"):
+        remapped.complete(other)
+    shown = [path.read_bytes() for path in pipeline.state.rglob("*") if path.is_file()]
+    assert not any(b"n0tTelling" in content for content in shown)
+
+
+def test_a_stream_is_found_taken_over_and_stopped(pipeline: PipelineUnderTest, jobs: Jobs) -> None:
+    epoch = pipeline.provision().epoch
+    pipeline.copy()
+    task = Task(CdcStreamOperator(task_id="t", pipeline=str(pipeline.file), epoch=epoch, until="stopped"))
+
+    trigger = task.defer()
+    jobs.await_beat(trigger)
+    assert pipeline.record.epoch == epoch
+    assert not any("n0tTelling" in " ".join(process.cmdline()) for process in jobs.family())
+    jobs.driver("stream").kill()
+    with pytest.raises(AirflowException, match="ended with exit code") as failed:
+        task.complete(trigger)
+    assert type(failed.value) is CdcTaskFailed  # which is tried again
+
+    trigger = task.defer()
+    jobs.await_beat(trigger)
+    assert pipeline.record.epoch > epoch
+    (keeper,) = jobs.keepers()
+    keeper.kill()
+    with pytest.raises(AirflowException, match=f"its keeper, process {keeper.pid} on .*, was killed") as lost:
+        task.complete(trigger)
+    assert type(lost.value) is CdcTaskFailed
+    jobs.await_none()
+
+    trigger = task.defer()
+    jobs.await_beat(trigger)
+    before = pipeline.record.epoch
+    task.max_tries += 3  # cleared
+    cleared = task.defer()
+    assert cleared.submission != trigger.submission
+    with pytest.raises(AirflowException, match="ended before its work was done"):
+        task.complete(trigger)
+    jobs.await_beat(cleared)
+    assert pipeline.record.epoch > before
+    assert len(jobs.keepers()) == 1
+    pipeline.source("UPDATE public.t SET body = 'changed' WHERE id % 7 = 0")
+    marker = pipeline.marker()
+    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS)
+    assert pipeline.json("stop") == {"asked": ["stream"]}
+    assert not task.complete(cleared)["caught_up"]
+    (event,) = task.events[CHANGED_TABLES].asset_alias_events
+    assert event.dest_asset_key.name == f"{pipeline.name}/public.t"
+    assert event.extra["changes"] > 0
+    jobs.await_none()
+    pipeline.assert_equal()

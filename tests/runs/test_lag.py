@@ -1,0 +1,134 @@
+"""How far a job says it is behind, and how fast it is: what it has to apply counts, not how long it has been idle."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs import lag as lag_module
+from airflow_cdc_provider.engine.runs.lag import Lag
+from airflow_cdc_provider.engine.runs.rate import Rate
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, emit_marker
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout, tell_idle
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
+from tests.conftest import Databases
+from tests.support.pipelines import SECONDS, execute, slot_reader
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1_000_000.0
+        monkeypatch.setattr(time, "time", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that all of the engine goes by."""
+    return Clock(monkeypatch)
+
+
+def look(lag: Lag, end: int) -> None:
+    """Look at the slot of a server whose log ends at ``end``."""
+    lag.see(SlotState("pgoutput", "d", True, 1, 0, 0, "reserved", end))
+
+
+def behind(lag: Lag) -> tuple[int, float]:
+    found = lag.as_dict()
+    return found["lag_bytes"], found["lag_seconds"]
+
+
+def test_an_idle_stream_is_not_behind(clock: Clock) -> None:
+    """However long ago it has advanced: others write into the log all the time."""
+    lag = Lag(100, clock.now - 3600)
+    for passed in (100, 250, 300):
+        look(lag, passed + 50)
+        lag.idle(passed)
+        assert behind(lag) == (50, 0.0)
+        clock.now += 10
+        lag.idle(passed + 50)
+        assert behind(lag) == (0, 0.0)
+    assert lag.as_dict()["applied_lsn"] == "0/64"
+
+
+def test_a_stream_is_behind_while_it_has_something_to_apply(clock: Clock) -> None:
+    """Since the first look that saw it, however often it advances on the way there."""
+    lag = Lag(100, clock.now - 30)
+    look(lag, 500)
+    assert behind(lag) == (400, 30.0)
+    for applied in (200, 300):
+        clock.now += 10
+        lag.advance(applied)
+        look(lag, 600)
+    assert behind(lag) == (300, 50.0)
+    lag.advance(500)
+    assert behind(lag) == (100, 10.0)
+    lag.advance(600)
+    assert behind(lag) == (0, 0.0)
+
+
+def test_a_reader_that_gets_nothing_is_behind_in_the_end(clock: Clock) -> None:
+    """It has nothing to apply, as the server is still at work on a large transaction."""
+    lag = Lag(100, clock.now)
+    look(lag, 500)
+    lag.idle(100)
+    assert behind(lag) == (400, 0.0)
+    clock.now += 10
+    lag.idle(100)
+    look(lag, 900)
+    assert behind(lag) == (800, 10.0)
+
+
+def test_a_lag_of_days_takes_little_memory(clock: Clock) -> None:
+    lag = Lag(100, clock.now)
+    for n in range(5000):
+        clock.now += 10
+        look(lag, 200 + n)
+    assert behind(lag)[1] == 50_000
+    assert len(lag._waiting) <= lag_module._LOOKS
+
+
+def test_a_rate_is_of_the_last_seconds(clock: Clock) -> None:
+    rate = Rate()
+    clock.now += 2
+    assert rate.of(1000) == 500
+    clock.now += 2
+    assert rate.of(1000) == 250
+    for _ in range(6):
+        clock.now += 2
+        last = rate.of(1000)
+    assert last == 0
+    clock.now += 2
+    assert rate.of(1200) == 20
+
+
+def marker(dsn: str) -> int:
+    """Write a marker into the log of a server; where it ends."""
+    with connected(dsn, settings={"synchronous_commit": "local"}) as source:
+        return emit_marker(source, "test")
+
+
+def test_the_reader_says_that_it_has_nothing_to_apply(databases: Databases) -> None:
+    with slot_reader(databases.source, "INSERT INTO t VALUES (1)") as (reader, start):
+        assert await_condition(lambda: reader.passed(Position(start)) is None, SECONDS)
+        end = reader.reach(marker(databases.source))
+        assert reader.passed(end) is not None
+        execute(databases.source, "INSERT INTO t VALUES (2)")
+        assert await_condition(lambda: reader.passed(end) is None, SECONDS)
+
+
+def test_the_driver_hears_it(tmp_path: Path) -> None:
+    heard: list[int] = []
+    with meeting_place() as directory:
+        with Handout().serving(directory, heard.append):
+            tell_idle(directory, 0x2_00000007)
+        assert heard == [0x2_00000007]
+        tell_idle(directory, 8)  # to nobody
+    assert heard == [0x2_00000007]

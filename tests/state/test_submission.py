@@ -1,0 +1,578 @@
+"""Submissions: what becomes of a job, by what stands in the state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.airflow_support import connection_json, write_pipeline
+
+# isort: split
+from airflow.sdk.exceptions import AirflowException, TaskDeferred
+from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.core.errors import (
+    CdcError,
+    ExitCode,
+    Fenced,
+    GateClosed,
+    SecondWriter,
+    SparkLost,
+    StateUnwritable,
+    StreamFailed,
+)
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.run import refuse_second_writer, request_stop
+from airflow_cdc_provider.engine.state import job_watch, submission
+from airflow_cdc_provider.engine.state.files import STALE_SECONDS, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS, Lookout, patience
+from airflow_cdc_provider.engine.state.submission import (
+    Asker,
+    Status,
+    Submission,
+    as_outcome,
+    ask_to_stop,
+    askers,
+    read,
+    stop,
+)
+from airflow_cdc_provider.operators import spark
+from airflow_cdc_provider.operators.spark import Handle, Step, next_step
+from airflow_cdc_provider.operators.stream import CdcStreamOperator
+from airflow_cdc_provider.triggers.job import TIMEOUT, SparkJobTrigger, Watch
+from tests.support.submissions import HERE, beat, failing, state, submitted
+
+__all__ = ["state"]
+
+SECONDS = 60.0
+LOST = as_outcome(SparkLost("the JVM is gone", "Start again."))
+FENCED = as_outcome(Fenced("overtaken", "Nothing to do."))
+DEAD = replace(HERE, started=1)
+ELSEWHERE = replace(HERE, host="elsewhere")
+
+
+# -- what has become of a job --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "asked", "status"),
+    [
+        ({"ended_at": None}, "", "running"),
+        ({"ended_at": None}, "user", "running"),
+        ({"ended_at": None}, "user airflow", "ending"),
+        ({"ended_at": None}, "watcher", "ending"),
+        ({"result": {"caught_up": True}}, "", "done"),
+        ({"result": {"caught_up": False}}, "", "stopped"),
+        ({"result": {"caught_up": False}}, "user", "done"),
+        ({"result": {"caught_up": True}}, "airflow", "stopped"),
+        ({"result": {"chunks": 3, "finished": 3}}, "", "done"),
+        ({"result": {"chunks": 3, "finished": 2}}, "", "stopped"),
+        ({"error": LOST}, "", "failed"),
+        ({"error": LOST}, "watcher", "failed"),
+        ({"error": LOST}, "airflow", "stopped"),
+        ({"error": LOST}, "user watcher", "done"),
+        ({"error": FENCED}, "user", "failed"),
+    ],
+)
+def test_the_status_of_a_job(values: dict[str, Any], asked: str, status: str) -> None:
+    job = replace(Submission.new("shop", "stream", []), **({"ended_at": 1.0} | values))
+
+    assert job.status(frozenset(map(Asker, asked.split()))) == status
+
+
+HANDLE = Handle("1", "do this", 2)
+
+
+@pytest.mark.parametrize(
+    ("handle", "fingerprint", "max_tries", "status", "step"),
+    [
+        (None, "do this", 2, None, Step.SUBMIT),
+        (HANDLE, "do this", 2, Status.RUNNING, Step.REATTACH),
+        (HANDLE, "do this", 2, Status.ENDING, Step.SUBMIT),
+        (HANDLE, "do this", 2, Status.DONE, Step.RETURN),
+        (HANDLE, "do this", 2, Status.FAILED, Step.SUBMIT),
+        (HANDLE, "do this", 2, Status.STOPPED, Step.SUBMIT),
+        (HANDLE, "do this", 2, None, Step.SUBMIT),
+        (HANDLE, "do this", 5, Status.RUNNING, Step.SUBMIT),
+        (HANDLE, "do this", 5, Status.DONE, Step.SUBMIT),
+        (HANDLE, "do that", 2, Status.RUNNING, Step.SUBMIT),
+        (HANDLE, "do that", 2, Status.DONE, Step.SUBMIT),
+    ],
+)
+def test_what_a_try_begins_with(
+    handle: Handle | None, fingerprint: str, max_tries: int, status: Status | None, step: Step
+) -> None:
+    assert next_step(handle, fingerprint, max_tries, status) is step
+
+
+def test_the_first_word_of_an_end_counts(state: State) -> None:
+    job = submitted(state)
+
+    submission.end(state, job.id, exit_code=0, result={"caught_up": True})
+    submission.end(state, job.id, exit_code=143, error=LOST)
+
+    ended = read(state, job.id)
+    assert ended is not None
+    assert (ended.exit_code, ended.result, ended.error) == (143, {"caught_up": True}, None)
+    submission.end(state, "unknown", exit_code=1)
+    assert read(state, "unknown") is None
+
+
+def test_old_submissions_are_forgotten(state: State) -> None:
+    long_ago = time.time() - 7200
+    old = [submitted(state, submitted_at=long_ago + n, ended_at=long_ago, id=f"{n:03}") for n in range(30)]
+    running = submitted(state, part="snapshot-1", submitted_at=long_ago, id="0000")
+    ask_to_stop(state, old[0].id, Asker.USER)
+    last = submitted(state)
+
+    submission.end(state, last.id)
+
+    left = {name.rpartition("/")[2].removesuffix(".json") for name in state.names("submissions")}
+    assert left == {last.id, running.id, *(job.id for job in old[30 - submission.KEPT + 1 :])}
+    assert not askers(state, old[0].id)
+
+
+def test_a_job_is_remembered_while_it_lives_and_for_a_while_after_its_end(state: State) -> None:
+    long_ago = time.time() - 7200
+    groups = [submitted(state, f"snapshot-{n}", submitted_at=long_ago, id=f"0{n:02}") for n in range(30)]
+    live = submitted(state, submitted_at=long_ago, id="0000")
+    write_heartbeat(state, beat(live))
+    for n in range(30):
+        submitted(state, submitted_at=long_ago, ended_at=long_ago, id=f"1{n:02}")
+
+    submission.end(state, groups[0].id, result={"chunks": 1, "finished": 1})
+
+    assert read(state, live.id) == live
+    assert all(read(state, job.id) for job in groups)
+    assert len(state.names("submissions")) == 31 + submission.KEPT
+
+
+def test_what_others_have_left_does_not_keep_a_job_from_ending(state: State) -> None:
+    job = submitted(state)
+    state.write("submissions/0.json", {"of": "another version"})
+
+    submission.end(state, job.id, exit_code=0)
+
+    ended = read(state, job.id)
+    assert ended is not None
+    assert ended.exit_code == 0
+
+
+# -- stops ---------------------------------------------------------------------------------------------
+
+
+def test_a_stop_reaches_jobs_that_airflow_would_begin_again(state: State) -> None:
+    superseded = submitted(state, id="1", ended_at=1.0, error=LOST)
+    died = submitted(state, id="2", ended_at=1.0, error=LOST)
+    ended = submitted(state, id="3", part="snapshot-1", ended_at=1.0, result={})
+    failed = submitted(state, id="4", part="snapshot-2", ended_at=1.0, error=FENCED)
+    starting = submitted(state, id="5", part="snapshot-3")
+
+    assert request_stop(state) == ["snapshot-3", "stream"]
+    assert request_stop(state) == []
+    jobs = (superseded, died, ended, failed, starting)
+    assert [Asker.USER in askers(state, job.id) for job in jobs] == [False, True, False, False, True]
+
+
+def test_a_stop_reaches_a_live_job_beside_which_another_has_ended(state: State) -> None:
+    live = submitted(state, id="1")
+    submitted(state, id="2", ended_at=1.0, error=FENCED)
+    write_heartbeat(state, beat(live))
+    write_heartbeat(state, replace(beat(None), part="snapshot"))
+
+    assert request_stop(state) == ["snapshot", "stream"]
+
+    submission.end(state, live.id, result={"caught_up": False})
+    ended = read(state, live.id)
+    assert ended is not None
+    assert ended.status(askers(state, live.id)) is Status.DONE
+    assert state.read("stop.json") == {"owners": [asdict(HERE)]}
+
+
+@pytest.fixture
+def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CdcStreamOperator]:
+    """Makes operators whose jobs nobody keeps."""
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", "postgresql://cdc@db/shop")
+    monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc@dw/dw")
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection_json(conn_type="spark", host="local[1]"))
+    monkeypatch.setattr("airflow_cdc_provider.hooks.spark_job.start_keeper", lambda *_: None)
+    path = write_pipeline(tmp_path)
+    return lambda **arguments: CdcStreamOperator(task_id="t", pipeline=str(path), **arguments)
+
+
+@pytest.fixture
+def context() -> Any:
+    stored: dict[str, Any] = {}
+    store = SimpleNamespace(get=stored.get, set=lambda key, value, retention: stored.update({key: value}))
+    return {"task_state_store": store, "ti": SimpleNamespace(max_tries=1, try_number=1)}
+
+
+def begin(operator: CdcStreamOperator, context: Any, state: State) -> Submission:
+    """Run a try until it is deferred; the latest job then."""
+    with pytest.raises(TaskDeferred):
+        operator.execute(context)
+    latest = read(state, Path(state.names("submissions")[-1]).stem)
+    assert latest is not None
+    return latest
+
+
+def test_a_job_that_died_is_not_begun_again_once_it_was_asked_to_stop(
+    state: State, stream: Callable[..., CdcStreamOperator], context: Any
+) -> None:
+    operator = stream(until="stopped")
+    job = begin(operator, context, state)
+    submission.end(state, job.id, error=LOST)
+    request_stop(state)
+
+    assert operator.execute(context)["caught_up"] is False
+    assert len(state.names("submissions")) == 1
+
+
+def test_only_the_first_job_of_a_task_has_the_epoch_of_the_run(
+    state: State, stream: Callable[..., CdcStreamOperator], context: Any
+) -> None:
+    first = begin(stream(epoch=5), context, state)
+    submission.give_up(state, first, "it may be alive after all")
+
+    second = begin(stream(epoch=5, until="stopped"), context, state)
+
+    assert "--epoch" in first.command
+    assert "--epoch" not in second.command
+
+
+def test_a_job_begins_after_the_last_process_of_the_one_before(
+    state: State, stream: Callable[..., CdcStreamOperator], context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(stream(), context, state)
+    submission.write(state, replace(job, keeper=HERE, ended_at=1.0, error=LOST))
+    stopped: list[str] = []
+    monkeypatch.setattr(submission, "stop", lambda _, id_: stopped.append(id_) or True)
+
+    begin(stream(), context, state)
+
+    assert stopped == [job.id]
+
+
+def test_a_kill_while_the_job_is_found_again_reaches_it(
+    state: State, stream: Callable[..., CdcStreamOperator], context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = begin(stream(), context, state)
+    again = stream()
+
+    def killed(*arguments: Any) -> Step:
+        again.on_kill()
+        return next_step(*arguments)
+
+    monkeypatch.setattr(spark, "next_step", killed)
+    event = {"status": Status.STOPPED, "id": job.id, "log": None, "keeper": None, "application": None}
+    monkeypatch.setattr(Watch, "look", lambda _: event)
+
+    with pytest.raises(AirflowException, match="ended before its work was done"):
+        again.execute(context)
+
+    assert askers(state, job.id) == {Asker.AIRFLOW}
+
+
+def test_a_job_that_could_not_be_begun_says_why(
+    state: State, stream: Callable[..., CdcStreamOperator], context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no memory is left")
+
+    monkeypatch.setattr("airflow_cdc_provider.hooks.spark_job.start_keeper", fail)
+
+    with pytest.raises(OSError, match="no memory"):
+        stream().execute(context)
+
+    (name,) = state.names("submissions")
+    ended = read(state, Path(name).stem)
+    assert ended is not None
+    assert ended.error is not None
+    assert ended.error["message"] == "the Spark job was not begun: no memory is left"
+
+
+def test_a_stop_is_waited_for(state: State) -> None:
+    job = submitted(state)
+
+    assert not stop(state, job.id, 0.1)
+    assert askers(state, job.id) == {Asker.AIRFLOW}
+    submission.end(state, job.id)
+    assert stop(state, job.id, 0.1)
+    assert stop(state, "unknown", 0.1)
+
+
+# Runs the heart of a job whose unit does not end.
+_STUCK = """
+import sys
+from airflow_cdc_provider.engine import run
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+run._BEAT_SECONDS, run.KILL_SECONDS = 0.1, 0.3
+pipeline = Pipeline.load(sys.argv[1])
+run.Run(pipeline, run.State(pipeline.state), "stream", 7).keep_beating()
+"""
+
+
+def test_a_job_that_is_not_wanted_does_not_wait_for_its_unit(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", "postgresql://cdc@db/shop")
+    monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc@dw/dw")
+    job, path = submitted(state), write_pipeline(tmp_path)
+    stuck = subprocess.Popen([sys.executable, "-c", _STUCK, path], env={**os.environ, submission.VARIABLE: job.id})
+    try:
+        ask_to_stop(state, job.id, Asker.USER)
+        assert await_condition(lambda: len(read_heartbeats(state)) == 1, SECONDS)
+        with pytest.raises(subprocess.TimeoutExpired):
+            stuck.wait(1.0)
+        ask_to_stop(state, job.id, Asker.AIRFLOW)
+        assert stuck.wait(SECONDS) == ExitCode.FAILED
+    finally:
+        stuck.kill()
+
+    ended = read(state, job.id)
+    assert ended is not None
+    assert ended.error is not None
+    assert ended.error["message"].startswith("stream was broken off")
+    assert ended.error["retry"] == "retry"
+
+
+def test_a_job_that_cannot_read_its_pipeline_says_so(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submitted(state)
+    monkeypatch.setenv(submission.VARIABLE, job.id)
+    monkeypatch.setenv(submission.STATE_VARIABLE, state.url)
+
+    assert cli.main(["stream", "--pipeline", str(tmp_path / "none.yaml")]) == ExitCode.INVALID
+
+    ended = read(state, job.id)
+    assert ended is not None
+    assert ended.error is not None
+    assert (ended.error["kind"], ended.error["retry"]) == ("ConfigError", "fail")
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_driver_that_a_cluster_begins_too_late_does_nothing(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_up: bool
+) -> None:
+    job = submitted(state)
+    monkeypatch.setenv(submission.VARIABLE, job.id)
+    monkeypatch.setenv(submission.STATE_VARIABLE, state.url)
+    if given_up:
+        submission.give_up(state, job, "nothing was heard")
+    else:
+        ask_to_stop(state, job.id, Asker.AIRFLOW)
+
+    assert cli.main(["stream", "--pipeline", str(tmp_path / "not-even-looked-for.yaml")]) == ExitCode.FAILED
+
+    ended = read(state, job.id)
+    assert ended is not None
+    assert ended.error is not None
+    assert (ended.error["kind"], ended.error["retry"]) == ("JobLost", "retry")
+
+
+@pytest.mark.parametrize(
+    ("keeper", "error", "kind"),
+    [
+        (DEAD, StreamFailed("Connection refused", "Start again."), "JobLost"),
+        (DEAD, GateClosed("the slot is gone", "Resnapshot."), "GateClosed"),
+        (HERE, StreamFailed("Connection refused", "Start again."), "StreamFailed"),
+    ],
+)
+def test_what_breaks_when_the_keeper_is_killed_is_said_to_be_that(
+    state: State, monkeypatch: pytest.MonkeyPatch, keeper: Owner, error: CdcError, kind: str
+) -> None:
+    job = submitted(state, keeper=keeper)
+    monkeypatch.setenv(submission.VARIABLE, job.id)
+    monkeypatch.setenv(submission.STATE_VARIABLE, state.url)
+
+    assert submission.cause_of(error).kind == kind
+
+
+# -- silence -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keeper", "driver", "cluster", "seconds"),
+    [
+        (None, None, False, STALE_SECONDS),
+        (HERE, None, False, PATIENCE_SECONDS),
+        (HERE, HERE, False, PATIENCE_SECONDS),
+        (HERE, DEAD, False, PATIENCE_SECONDS),
+        (DEAD, HERE, False, PATIENCE_SECONDS),
+        (DEAD, DEAD, False, 0.0),
+        (DEAD, None, False, 0.0),
+        (ELSEWHERE, None, False, PATIENCE_SECONDS),
+        (ELSEWHERE, ELSEWHERE, False, STALE_SECONDS),
+        (DEAD, None, True, PATIENCE_SECONDS),
+        (DEAD, ELSEWHERE, True, STALE_SECONDS),
+        (HERE, ELSEWHERE, True, STALE_SECONDS),
+        (HERE, DEAD, True, 0.0),
+    ],
+)
+def test_how_long_silence_is_borne(keeper: Owner | None, driver: Owner | None, cluster: bool, seconds: float) -> None:
+    job = replace(Submission.new("shop", "stream", []), keeper=keeper, cluster=cluster)
+
+    assert patience(job, beat(job, driver) if driver else None) == seconds
+
+
+def test_a_job_that_is_silent_is_lost_and_no_second_writer(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = submitted(state, keeper=ELSEWHERE)
+    now = time.monotonic()
+    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
+    watch = Lookout(state, job.id)
+    write_heartbeat(state, beat(job, ELSEWHERE, time.time(), changes=1))
+    assert watch.look().progress == {"changes": 1}
+    now += STALE_SECONDS - 1
+    write_heartbeat(state, beat(job, ELSEWHERE, time.time() + 1))
+    assert watch.look().submission.ended_at is None
+    now += STALE_SECONDS - 1
+    assert watch.look().submission.ended_at is None
+    with pytest.raises(SecondWriter):
+        refuse_second_writer(state, 7, None, takeover=False)
+    now += 2
+
+    lost = watch.look().submission
+
+    assert lost.error is not None
+    assert lost.error["message"] == "the Spark job of stream is lost: no further heartbeat has come for 31 seconds"
+    assert lost.status(askers(state, job.id)) is Status.FAILED
+    assert askers(state, job.id) == {Asker.WATCHER}
+    refuse_second_writer(state, 7, None, takeover=False)
+
+
+def test_what_cannot_be_heard_is_no_silence(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = submitted(state)
+    now = time.monotonic()
+    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
+    watch = Lookout(state, job.id)
+    watch.look()
+    now += STALE_SECONDS - 1
+    with monkeypatch.context() as broken:
+        broken.setattr(State, "read_as", failing(State.read_as, times=1))
+        with pytest.raises(StateUnwritable):
+            watch.look()
+    now += STALE_SECONDS
+    assert watch.look().submission.ended_at is None
+    now += 2
+    assert watch.look().submission.error is not None
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_job_is_asked_to_end_when_its_time_is_up(
+    state: State, monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
+    job = submitted(state, keeper=HERE)
+    now = time.monotonic()
+    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
+    watch = Watch(state, job.id, time.time() - 1, print)
+    if not reachable:
+        monkeypatch.setattr(State, "read_as", failing(State.read_as, times=99))
+
+    assert watch.look() is None
+    if reachable:
+        assert askers(state, job.id) == {Asker.AIRFLOW}
+    now += submission.STOP_SECONDS + 1
+    event = watch.look()
+    assert event is not None
+    assert (event["status"], event["id"]) == (TIMEOUT, job.id)
+
+
+def test_a_job_that_ends_when_its_time_is_up_is_waited_for(state: State) -> None:
+    job = submitted(state, keeper=HERE)
+    watch = Watch(state, job.id, time.time() - 1, print)
+    assert watch.look() is None
+    submission.end(state, job.id, result={"caught_up": False})
+
+    event = watch.look()
+
+    assert event is not None
+    assert event["status"] == TIMEOUT
+    done = submitted(state, ended_at=1.0, result={"caught_up": True})
+    event = Watch(state, done.id, time.time() - 1, print).look()
+    assert event is not None
+    assert event["status"] == Status.DONE
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked"),
+    [
+        ({"run": {"t": "deferred"}}, False),
+        ({"run": {"t": "failed"}}, True),
+        ({"run": {"t": None}}, True),
+        ({}, True),
+        (ConnectionError("no API server"), True),
+    ],
+)
+def test_a_trigger_that_another_triggerer_has_taken_over_leaves_the_job_alone(
+    state: State, monkeypatch: pytest.MonkeyPatch, answer: Any, asked: bool
+) -> None:
+    job = submitted(state, keeper=HERE)
+    trigger = SparkJobTrigger(state.url, job.id)
+    trigger.task_instance = SimpleNamespace(dag_id="d", run_id="run", task_id="t", map_index=-1)  # type: ignore[assignment]
+
+    def states(dag_id: str, **of: Any) -> Any:
+        assert (dag_id, of) == ("d", {"map_index": -1, "task_ids": ["t"], "run_ids": ["run"]})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", states)
+
+    asyncio.run(asyncio.wait_for(trigger.on_kill(), 5))  # the job's end is not waited for
+
+    assert askers(state, job.id) == ({Asker.AIRFLOW} if asked else set())
+
+
+def test_whatever_a_file_system_raises_says_that_the_state_is_out_of_reach(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class HttpError(Exception):
+        """As object stores have them."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise HttpError("503")
+
+    remote = State("memory://state")
+    for method in ("cat_file", "pipe_file", "ls", "rm", "exists"):
+        monkeypatch.setattr(f"fsspec.implementations.memory.MemoryFileSystem.{method}", fail)
+    for call in (lambda: remote.read("f"), lambda: remote.write("f", {}), lambda: remote.names("f")):
+        with pytest.raises(StateUnwritable, match="503"):
+            call()
+    with pytest.raises(StateUnwritable, match="f cannot be removed: 503"):
+        remote.remove("f")
+
+
+def test_processes_of_another_container_are_not_looked_for_here() -> None:
+    assert HERE.host.endswith(f"/{Path('/proc/self/ns/pid').readlink()}")
+    assert HERE.lives
+    assert replace(HERE, host=HERE.host.replace("pid:[", "pid:[1")).lives is None
+
+
+def test_heartbeats_of_another_job_are_not_heard(state: State) -> None:
+    job = submitted(state, keeper=DEAD)
+    write_heartbeat(state, beat(None, HERE, time.time(), changes=1))
+
+    sight = Lookout(state, job.id).look()
+
+    assert sight.progress == {}
+    assert sight.submission.error is not None
+
+
+def test_a_trigger_travels_as_json() -> None:
+    path, arguments = SparkJobTrigger("file:///state", "1", 12.5).serialize()
+
+    assert path == "airflow_cdc_provider.triggers.job.SparkJobTrigger"
+    assert SparkJobTrigger(**json.loads(json.dumps(arguments))).serialize() == (path, arguments)

@@ -1,0 +1,100 @@
+"""An Airflow of the tests' own. Import this before anything of Airflow, which reads its home at import.
+
+Also a stand-in for the engine's commands, so that the shells around them can be
+tested for what they make of every answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HOME_VARIABLE = "AIRFLOW_CDC_TEST_HOME"
+
+if HOME_VARIABLE not in os.environ:  # a process started by a test keeps what the test gave it
+    _home = tempfile.mkdtemp(prefix="cdc-airflow-")
+    atexit.register(shutil.rmtree, _home, ignore_errors=True)
+    os.environ |= {
+        HOME_VARIABLE: _home,
+        "AIRFLOW_HOME": _home,
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__DAGS_FOLDER": f"{_home}/dags",
+        "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{_home}/airflow.db",
+    }
+
+ROOT = Path(__file__).parents[2]
+
+STATUS: Mapping[str, Any] = {
+    "pipeline": "shop",
+    "state": "streaming",
+    "epoch": 7,
+    "consistent": True,
+    "applied_lsn": "0/16B3748",
+    "lag_bytes": 3_250_000,
+    "lag_seconds": 2.44,
+    "slot": {
+        "restart_lsn": "0/16B0000",
+        "confirmed_flush_lsn": "0/16B3748",
+        "retained_bytes": 67_108_864,
+        "wal_status": "reserved",
+        "active": True,
+    },
+    "tables": [
+        {"table": "public.orders", "chunks": 8, "finished": 3},
+        {"table": "public.customers", "chunks": 4, "finished": 4},
+    ],
+    "last_error": None,
+}
+
+
+def install_commands(**functions: Callable[..., Any]) -> ModuleType:
+    """Put a module in the place of the engine's commands, for as long as the process lives."""
+    import airflow_cdc_provider.engine
+
+    module = ModuleType("airflow_cdc_provider.engine.commands")
+    module.status = lambda pipeline: dict(STATUS)  # type: ignore[attr-defined]
+    vars(module).update(functions)
+    sys.modules[module.__name__] = module
+    airflow_cdc_provider.engine.commands = module  # type: ignore[attr-defined]
+    return module
+
+
+@cache
+def migrate_database() -> None:
+    """Create Airflow's database, once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "airflow", "db", "migrate"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def write_pipeline(directory: Path, text: str = "", **replacements: str) -> Path:
+    """Write a pipeline file whose servers are Airflow connections ``shop_pg`` and ``warehouse_pg``."""
+    path = directory / "shop.yaml"
+    default = (
+        "pipeline: shop\n"
+        "source: {conn_id: shop_pg, tables: [public.orders]}\n"
+        "sink: {conn_id: warehouse_pg}\n"
+        f"state: {directory}/state\n"
+        'spark: {conf: {spark.ui.enabled: "false", spark.app.kept: from-file, spark.app.merged: from-file}}\n'
+    )
+    text = text or default
+    for old, new in replacements.items():
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def connection_json(**fields: Any) -> str:
+    """The value of an ``AIRFLOW_CONN_`` variable."""
+    return json.dumps(fields)

@@ -1,0 +1,525 @@
+"""A pipeline under test: its file, its commands as processes of their own, and its parts within the test's process.
+
+Tests of the protocol need control over what happens when, which a command does not give. :func:`copy_chunk_of` and
+:func:`apply_stream` therefore run the real parts (chunk task, slot reader, staging, commit) here, in an order that
+the test chooses, and leave out nothing but Spark's scheduler. Crashes are the other way round: a command runs as
+users run it, in a session of its own, so that a kill reaches the JVM and the Python workers too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pyarrow as pa
+import pytest
+import yaml
+
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.runs.run import Run, existing_record, run_part
+from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import ChunkTask, copy_chunk
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
+from tests.conftest import Databases
+from tests.support.class_archive import ARCHIVE, JVM_OPTIONS
+
+COMMAND = Path(sys.executable).with_name("airflow-cdc")
+SECONDS = 120.0
+"""How long a command or a state is waited for; far beyond what it takes, since the machine may be busy."""
+
+# Spark's start dominates these tests: no web server, and what the archive of classes saves.
+SPARK_CONF = {
+    "spark.ui.enabled": "false",
+    "spark.driver.extraJavaOptions": f"{JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}",
+    "spark.executor.extraJavaOptions": JVM_OPTIONS,
+    "spark.sql.shuffle.partitions": "1",
+    # To compile plans for a few rows takes a fifth of the time of Spark.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+}
+
+# For streams that live long beside the matter of a test: each batch, and each heartbeat is one, takes a tenth of a
+# second of a core.
+UNHURRIED = {"trigger": "1 second", "heartbeat": "3 seconds"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        """The one object that ``--json`` prints."""
+        return json.loads(self.stdout)
+
+
+class Command:
+    """A command that runs in a session of its own, its output in files.
+
+    :param program: with its arguments.
+    :param failpoint: ``name:action`` that is armed in all its processes.
+    :param variables: further variables of its environment.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        program: Sequence[str],
+        directory: Path,
+        failpoint: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("AIRFLOW_CDC")}
+        environment |= variables or {}
+        if failpoint is not None:
+            environment["AIRFLOW_CDC_FAILPOINT"] = failpoint
+        number = len(list(directory.glob("command*.out")))
+        self._files = tuple(directory / f"command{number}.{kind}" for kind in ("out", "err"))
+        self.title = title
+        with self._files[0].open("wb") as out, self._files[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                program,
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the command itself, the driver, has not ended."""
+        return self.process.poll() is None
+
+    def wait(self, seconds: float = SECONDS) -> Outcome:
+        """Wait for the command's end; one that takes too long is killed, and fails the test."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"{self.title} did not end within {seconds:g} seconds:\n{self.output()}")
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """Exit code and output of the ended command."""
+        assert self.process.returncode is not None
+        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in self._files)
+        return Outcome(self.process.returncode, out, err)
+
+    def output(self) -> str:
+        """What it has printed so far, for messages."""
+        return "\n".join(file.read_text(encoding="utf-8", errors="replace")[-4000:] for file in self._files)
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of its session: Python workers leave the process group, but not the session."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+                # Orphans may stay zombies where nobody collects them.
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def paused(self) -> int:
+        """How many of its processes a failpoint has stopped."""
+        count = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                count += process.status() == psutil.STATUS_STOPPED
+        return count
+
+    def kill(self) -> None:
+        """Kill the driver, its JVM and all Python workers, as the end of the machine would."""
+
+        def dead() -> bool:
+            # Again and again, as one that is being killed may just have started another.
+            family = self.processes()
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            return not family
+
+        assert await_condition(dead, SECONDS), f"{self.title} cannot be killed"
+        self.process.wait()
+
+    def terminate(self) -> None:
+        """Ask the driver alone to end, as an orchestrator does."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+        """Wait for a state that this running command brings about; fail with its output if it ends before."""
+        if not await_condition(lambda: condition() or not self.running, seconds) or not condition():
+            state = "runs" if self.running else f"ended with {self.process.returncode}"
+            pytest.fail(f"{self.title} ({state}): {what} did not come:\n{self.output()}")
+
+
+class PipelineUnderTest:
+    """A pipeline file in a directory, and what a test does with it.
+
+    :param directory: for the file, the state and the output of commands.
+    :param databases: source and target.
+    :param tables: entries of ``source.tables``.
+    :param sections: further keys of the file, merged into the sections of the same name.
+    """
+
+    def __init__(self, directory: Path, databases: Databases, tables: Sequence[Any], **sections: Any) -> None:
+        self.directory = directory
+        self.databases = databases
+        # Slots are shared by a server's databases, so the test's own database gives the name.
+        self.name = databases.source.rpartition("/")[2]
+        self.state = directory / "state"
+        self.document: dict[str, Any] = {
+            "pipeline": self.name,
+            "source": {"dsn": databases.pipeline_source, "tables": list(tables)},
+            "sink": {"dsn": databases.pipeline_target},
+            "state": f"file://{self.state}",
+            # A failure ends the command, so that the test can say what happens next.
+            "stream": {"trigger": "200 ms", "heartbeat": "1 second", "restart": {"strategy": "none"}},
+            "spark": {"conf": SPARK_CONF},
+        }
+        self.file = directory / "pipeline.yaml"
+        self.change(**sections)
+        self._commands: list[Command] = []
+
+    def change(self, **sections: Any) -> None:
+        """Change keys of the file: mappings are merged, everything else replaced."""
+        for name, value in sections.items():
+            old = self.document.get(name)
+            self.document[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        self.file.write_text(yaml.safe_dump(self.document), encoding="utf-8")
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The file as the engine reads it."""
+        return Pipeline.load(self.file)
+
+    @property
+    def record(self) -> Record:
+        """The sink's commit record."""
+        return existing_record(self.pipeline)
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def start(self, command: str, *options: str, failpoint: str | None = None) -> Command:
+        """Start a command in the background."""
+        arguments = [command, "--pipeline", str(self.file), *options]
+        return self.start_program(" ".join(arguments), [str(COMMAND), *arguments], failpoint)
+
+    def start_program(
+        self, title: str, program: Sequence[str], failpoint: str | None, variables: Mapping[str, str] | None = None
+    ) -> Command:
+        """Start a program that is no command of ours in the background, see :class:`Command`."""
+        started = Command(title, program, self.directory, failpoint, variables)
+        self._commands.append(started)
+        return started
+
+    def run(self, command: str, *options: str, code: int = 0, failpoint: str | None = None) -> Outcome:
+        """Run a command to its end and check its exit code."""
+        outcome = self.start(command, *options, failpoint=failpoint).wait()
+        assert outcome.code == code, f"{command} {options}: {outcome.stdout[-2000:]}\n{outcome.stderr[-4000:]}"
+        return outcome
+
+    def json(self, command: str, *options: str, code: int = 0) -> Any:
+        """Run a command with ``--json``, and return its object."""
+        return self.run(command, *options, "--json", code=code).json
+
+    def end_commands(self) -> None:
+        """Kill what a failed test has left running."""
+        for command in self._commands:
+            if command.running or command.processes():
+                command.kill()
+
+    # -- the two databases -------------------------------------------------------------------------
+
+    def source(self, *statements: str) -> None:
+        """Execute statements on the source, each a transaction."""
+        execute(self.databases.source, *statements)
+
+    def target(self, *statements: str) -> None:
+        """Execute statements on the target, each a transaction."""
+        execute(self.databases.target, *statements)
+
+    def source_rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Query the source."""
+        return query_rows(self.databases.source, query)
+
+    def target_rows(self, query: str) -> list[tuple[Any, ...]]:
+        """Query the target."""
+        return query_rows(self.databases.target, query)
+
+    def assert_equal(self, table: str = "public.t", order: str = "1") -> None:
+        """The table's mirror holds what the source holds, value by value."""
+        query = f"SELECT * FROM {table} ORDER BY {order}"
+        assert self.target_rows(query) == self.source_rows(query)
+
+    def assert_verified(self) -> None:
+        """``verify`` finds no difference."""
+        result = commands.verify(self.pipeline)
+        assert result["equal"], result
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def finished_chunks(self) -> dict[tuple[str, int], tuple[Any, ...]]:
+        """What the record says of each finished chunk: when, under which epoch, in which snapshot, how many rows."""
+        found = self.target_rows(
+            "SELECT source_table, chunk, finished_at, epoch, snapshot, high_lsn::text, row_count"
+            f" FROM airflow_cdc.chunks WHERE pipeline = '{self.name}' AND finished_at IS NOT NULL"
+        )
+        return {(table, chunk): tuple(rest) for table, chunk, *rest in found}
+
+    def marker(self) -> int:
+        """Commit a marker at the source: everything committed before lies below the LSN that is returned."""
+        with connected(self.databases.source, settings={"synchronous_commit": "local"}) as source:
+            return emit_marker(source, "test")
+
+    def confirmed(self) -> int:
+        """The slot's ``confirmed_flush_lsn``."""
+        with connected(self.databases.source) as source:
+            state = read_slot(source, self.pipeline.source.slot)
+        assert state is not None
+        return state.confirmed_flush_lsn
+
+    def await_applied(self, command: Command) -> None:
+        """Wait until the stream that ``command`` runs has applied all that is committed now."""
+        marker = self.marker()
+        command.until(lambda: self.record.applied >= marker, "the stream at the marker")
+
+    def await_beat(self, command: Command, part: str) -> None:
+        """Wait until the part of a run that ``command`` starts lets its heart beat."""
+        file = self.state / "jobs" / f"{part}.json"
+        command.until(
+            lambda: file.exists() and json.loads(file.read_text())["owner"]["pid"] == command.process.pid,
+            f"the heartbeat of {part}",
+        )
+
+    # -- parts, in this process --------------------------------------------------------------------
+
+    def provision(self) -> Record:
+        """Provision in this process; return the record."""
+        commands.provision(self.pipeline)
+        return self.record
+
+    def chunk(self, index: int, table: str = "public.t") -> ChunkRecord:
+        """A chunk of the record."""
+        (found,) = (c for c in self.record.chunks if c.chunk.table == table and c.chunk.index == index)
+        return found
+
+    def copy(self, *indexes: int, table: str = "public.t") -> None:
+        """Copy chunks of a table one after the other, as tasks of the snapshot do; all of them by default."""
+        for index in indexes or [c.chunk.index for c in self.record.chunks if c.chunk.table == table]:
+            result = copy_chunk_of(self.pipeline, self.chunk(index, table).chunk)
+            if isinstance(result, CdcError):
+                raise result
+
+    def copy_tables(self, *indexes: int) -> None:
+        """Copy the unfinished chunks of all tables, or those of some indexes, with one look at the record."""
+        record, dsn = self.record, self.pipeline.source.dsn
+        targets = {target.table.label: target for target in record.targets}
+        sink, origin = commands.sink_of(self.pipeline), Origin.of(record.identity)
+        with connected(dsn) as source:
+            for chunk in record.unfinished:
+                if indexes and chunk.index not in indexes:
+                    continue
+                target = targets[chunk.table]
+                read = plan_chunk_read(source, dsn, target.table, chunk, origin)
+                result = copy_chunk(ChunkTask(sink, record.epoch, target, chunk, read))
+                if isinstance(result, CdcError):
+                    raise result
+
+    def apply(self) -> None:
+        """Apply everything that is committed at the source now; see :func:`apply_stream`."""
+        apply_stream(self.pipeline, self.marker())
+
+
+def execute(dsn: str, *statements: str) -> None:
+    """Execute statements, each a transaction."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+def query_rows(dsn: str, query: str) -> list[tuple[Any, ...]]:
+    """Execute a query and return its rows."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return connection.execute(query.encode()).fetchall()
+
+
+@contextmanager
+def transaction(dsn: str, *statements: str) -> Iterator[psycopg.Connection[Any]]:
+    """A session with an open transaction, which the test ends; rolled back if it does not."""
+    connection = psycopg.connect(dsn)
+    try:
+        for statement in statements:
+            connection.execute(statement.encode())
+        yield connection
+    finally:
+        connection.close()
+
+
+# -- the engine's parts without Spark's scheduler ------------------------------------------------------
+
+
+def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> ChunkTask:
+    """The task that the snapshot job would send to an executor.
+
+    :param epoch: the run's; the record's own by default.
+    """
+    record = existing_record(pipeline)
+    (target,) = (t for t in record.targets if t.table.label == chunk.table)
+    with connected(pipeline.source.dsn) as source:
+        read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, Origin.of(record.identity))
+    sink = commands.sink_of(pipeline, "snapshot-0")
+    return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read)
+
+
+def copy_chunk_of(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> int | CdcError:
+    """Copy a chunk as a task of the snapshot does: rows written, or the error that the driver would raise."""
+    return copy_chunk(chunk_task(pipeline, chunk, epoch))
+
+
+def _stage_here(
+    pieces: Sequence[pa.RecordBatch], stage: Stage, hear: Callable[[object], None] | None = None
+) -> list[Any]:
+    """Stage one piece after the other, and tell of each, as tasks do."""
+    messages = []
+    for piece in pieces:
+        for staged in stage(iter([piece])):
+            messages += map(pickle.loads, staged.column("message").to_pylist())
+            if hear is not None:
+                hear(messages[-1])
+    return messages
+
+
+def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None:
+    """Follow the log until ``until`` is applied and acknowledged: the stream job, without Spark's scheduler.
+
+    Gate and epoch, slot reader, cuts, staging, commit and re-reads are the engine's own; what is missing is that
+    tasks run elsewhere, and the checkpoint, which is a cursor.
+
+    :param until: end LSN of a marker.
+    :param takeover: go on although another run is alive.
+    """
+    with run_part(pipeline, "stream", None, takeover) as (run, record):
+        follow_log(run, record, until)
+
+
+def follow_log(
+    run: Run, record: Record, until: int | None, report: Callable[[StreamProgress], None] = lambda progress: None
+) -> None:
+    """One attempt of the stream job; with ``until`` ``None`` it goes on until the run is asked to stop."""
+    job = StreamJob(None, run, record, report)  # type: ignore[arg-type]
+    job._handout.stage = _stage_here  # type: ignore[assignment,method-assign]
+    job._sweep()
+    reader = SlotStreamReader(job._source_options())
+    try:
+        with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+            job._gate(source)
+            job._look(source)
+        _follow(run, job, reader, until)
+    finally:
+        reader.stop()
+    if job._units.refusal is not None:
+        raise job._units.refusal
+
+
+def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None) -> None:
+    pipeline = run.pipeline
+    limit = reader.getDefaultReadLimit()
+    start, number = reader.initialOffset(), 0
+
+    def passed() -> bool:
+        nonlocal start, number
+        end = reader.latestOffset(start, limit)
+        run.progress = job._progress().as_dict()
+        if until is None and run.stopping:
+            return True
+        if job._units.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
+            return True
+        if end == start:
+            return False
+        partitions = reader.partitions(start, end)
+        job._batch([batch for partition in partitions for batch in reader.read(partition)], number)  # type: ignore[arg-type]
+        start, number = end, number + 1
+        return False
+
+    if until is None:
+        while not passed():
+            run.wait(0.02)
+        return
+    assert await_condition(passed, SECONDS), f"the stream did not reach {until:X}"
+    applied = existing_record(pipeline).applied
+
+    def acknowledged() -> bool:
+        with connected(pipeline.source.dsn) as source:
+            state = read_slot(source, pipeline.source.slot)
+        return state is not None and state.confirmed_flush_lsn >= applied
+
+    assert await_condition(acknowledged, SECONDS), f"{applied:X} was not acknowledged"
+
+
+@contextmanager
+def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
+    """A table, a publication, a slot, and a reader on it, with the slot's consistent point.
+
+    :param waiting: statements that are in the log before the reader comes.
+    """
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
+        slot = f"s_{connection.info.dbname}"
+        row = connection.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
+        start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
+        for statement in waiting:
+            connection.execute(statement)
+    reader = WalReader(dsn, slot, "p", start, **arguments)
+    try:
+        yield reader, start
+    finally:
+        reader.close()
+
+
+def reader_naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each sleep that readers of the log take from now on, also where they oversleep."""
+    monkeypatch.setattr(wal_reader, "_AWAKE_SECONDS", 0.0)
+    naps: list[float] = []
+    sleep = time.sleep
+
+    def counted(seconds: float) -> None:
+        if threading.current_thread().name == "wal-reader":
+            naps.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", counted)
+    return naps

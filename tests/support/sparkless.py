@@ -1,0 +1,141 @@
+"""A run of a pipeline in a process of its own, without Spark: it can be killed, and starts in a moment.
+
+Provisioning, chunk tasks, slot reader, staging and commits are the engine's own; what Spark would distribute runs
+here one after the other. Processes are forked from a server that has imported everything, so that a test can afford
+hundreds of them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+
+from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.runs.run import existing_record, run_part
+from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
+from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.state import requests
+from tests.support.pipelines import SECONDS, apply_stream, copy_chunk_of
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.sparkless"])
+
+DONE, FAILED = 0, 1
+
+
+class SparklessRun:
+    """``airflow-cdc run`` without Spark: provision, copy what is not copied, read again what is asked for, catch up.
+
+    :param failpoint: ``name:action`` that is armed in it.
+    :param reread: tables to read again before the stream.
+    :param asked: tables that the stream is asked to read again.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        failpoint: str | None = None,
+        reread: Sequence[str] = (),
+        takeover: bool = False,
+        asked: Sequence[str] = (),
+    ) -> None:
+        self._log = file.with_name(f"run{len(list(file.parent.glob('run*[0-9]')))}")
+        self._log.touch()
+        self._stacks = _stacks_of(str(self._log))
+        arguments = (str(file), failpoint, tuple(reread), takeover, tuple(asked), str(self._log))
+        self.process: BaseProcess = _context.Process(target=_main, args=arguments, daemon=True)
+        self.process.start()
+
+    def wait(self) -> int:
+        """Wait for its end: the exit code, negative for the signal that killed it."""
+        self.process.join(2 * SECONDS)
+        assert self.process.exitcode is not None, f"the run did not end:\n{self._where()}"
+        return self.process.exitcode
+
+    def _where(self) -> str:
+        """Where it stands."""
+        if not self._stacks.exists() or self.process.pid is None:
+            return "it has not begun"
+        status = psutil.Process(self.process.pid).status()
+        os.kill(self.process.pid, signal.SIGUSR1)
+        await_condition(lambda: self._stacks.stat().st_size > 0, seconds=10)
+        return f"it is {status}\n{self._stacks.read_text(encoding='utf-8')}"
+
+    @property
+    def message(self) -> str:
+        """The error that ended it, if it could say so."""
+        return self._log.read_text(encoding="utf-8")
+
+    def await_pause(self) -> None:
+        """Wait until a failpoint has stopped it."""
+        assert self.process.pid is not None
+        process = psutil.Process(self.process.pid)
+        assert await_condition(lambda: process.status() == psutil.STATUS_STOPPED, SECONDS), "it was not paused"
+
+    def resume(self) -> None:
+        """Let it go on."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+
+def _main(
+    file: str, failpoint: str | None, reread: Sequence[str], takeover: bool, asked: Sequence[str], log: str
+) -> None:
+    faulthandler.register(signal.SIGUSR1, os.open(_stacks_of(log), os.O_WRONLY | os.O_CREAT))
+    # How long others are waited for decides how long a test of a paused one takes.
+    postgres_record.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = provision_lock._WAIT_SECONDS = 0.5
+    if failpoint is not None:
+        os.environ[VARIABLE] = failpoint
+    try:
+        _run(Pipeline.load(Path(file)), reread, takeover, asked)
+    except CdcError as e:
+        _end(log, f"{e.kind}: {e}")
+    except DRIVER_ERRORS as e:  # as the command line does with them
+        _end(log, f"{driver_failure(e, 'run')}")
+    except BaseException:
+        _end(log, traceback.format_exc())
+    os._exit(DONE)
+
+
+def _stacks_of(log: str) -> Path:
+    """Where a run that is asked by a signal says where it stands."""
+    return Path(f"{log}.stacks")
+
+
+def _end(log: str, message: str) -> None:
+    """Leave a message and end at once: whatever a failpoint has left open stays so."""
+    Path(log).write_text(message, encoding="utf-8")
+    os._exit(FAILED)
+
+
+def _run(pipeline: Pipeline, reread: Sequence[str], takeover: bool, asked: Sequence[str]) -> None:
+    epoch = int(commands.provision(pipeline, takeover)["epoch"])
+    with run_part(pipeline, "snapshot-0", epoch, takeover):
+        for branch in pipeline.branches:
+            for chunk in existing_record(branch).unfinished:
+                copied = copy_chunk_of(branch, chunk, epoch)
+                if isinstance(copied, CdcError):
+                    raise copied
+    if reread:
+        commands.resnapshot(pipeline, tables=reread, takeover=takeover)
+    for label in asked:
+        requests.request(pipeline, [label], None)
+    with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+        marker = emit_marker(source, "caught-up")
+    apply_stream(pipeline, max(marker, existing_record(pipeline).high), takeover)

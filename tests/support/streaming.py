@@ -1,0 +1,83 @@
+"""What the command ``stream`` does, without Spark, in a thread of the test."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
+from tests.support.pipelines import PipelineUnderTest, follow_log
+
+SECONDS = 90.0
+
+
+class Streaming(threading.Thread):
+    """What the command ``stream`` does, in a thread: the run, and in it attempt after attempt."""
+
+    def __init__(self, pipeline: PipelineUnderTest) -> None:
+        super().__init__(name="streaming", daemon=True)
+        self._pipeline = pipeline.pipeline
+        self.run_: Run | None = None
+        self.attempts = 0
+        self.waiting: str | None = None
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with run_part(self._pipeline, "stream", None) as (run, record):
+                self.run_ = run
+                keep_trying(run, record, self._attempt)
+        except BaseException as e:
+            self.failure = e
+
+    def _attempt(self, record: Record) -> None:
+        self.attempts += 1
+        assert self.run_ is not None
+        follow_log(self.run_, record, None, self._report)
+
+    def _report(self, progress: StreamProgress) -> None:
+        self.waiting = progress.waiting
+
+    @property
+    def restart(self) -> dict[str, Any] | None:
+        """What the stream says while it waits."""
+        return None if self.run_ is None else self.run_.progress.get("restart")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for a state; what has ended the stream fails the test."""
+        found = await_condition(lambda: self.failure is not None or condition(), SECONDS)
+        if self.failure is not None:
+            raise self.failure
+        assert found, f"{what} did not come: {self.restart}"
+
+    def await_trouble(self, pattern: str) -> dict[str, Any]:
+        """Wait until the stream waits for the next attempt, because of an error whose message has the pattern."""
+        seen: list[dict[str, Any]] = []
+
+        def waits() -> bool:
+            restart = self.restart
+            if restart is not None:
+                seen.append(restart)
+            return restart is not None and re.search(pattern, restart["error"]["message"]) is not None
+
+        try:
+            self.until(waits, f"trouble with {pattern}")
+        except AssertionError as e:
+            raise AssertionError(f"{e}; seen: { {each['error']['message'] for each in seen} }") from e
+        return seen[-1]
+
+    def end(self) -> None:
+        """Stop as ``stop`` does, and raise what had ended the stream before."""
+        if self.run_ is not None:
+            self.run_.ask_to_stop()
+        self.join(SECONDS)
+        assert not self.is_alive()
+        if self.failure is not None:
+            raise self.failure
