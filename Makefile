@@ -143,11 +143,11 @@ format: $(INSTALLED) ## format the code and repair what can be repaired
 
 .PHONY: demo
 demo: $(INSTALLED) java $(if $(filter mysql kafka-to-mysql,$(SINK) $(PIPELINE)),mariadb) ## show it at work, all temporary (SINK=mysql, delta, files or kafka; PIPELINE=kafka-to-mysql or kafka-to-kafka)
-	$(BIN)/python -m airflow_cdc_provider.demo $(if $(PIPELINE),--pipeline $(PIPELINE)) $(if $(SINK),--sink $(SINK))
+	$(BIN)/python -m demo $(if $(PIPELINE),--pipeline $(PIPELINE)) $(if $(SINK),--sink $(SINK))
 
 .PHONY: up
 up: $(INSTALLED) java ## start Airflow with a shop and its pipeline to click around in, until Ctrl-C
-	$(BIN)/python -m airflow_cdc_provider.demo.up
+	$(BIN)/python -m demo.up
 
 torture: SECONDS ?= 120
 torture: SEED ?= 1

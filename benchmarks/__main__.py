@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from airflow_cdc_provider.demo.servers import find_binaries
 from airflow_cdc_provider.engine.core.errors import CdcError
 from benchmarks import floor, kafka, latency, parsing, scaling, snapshot, soak, startup, sustained, throughput
 from benchmarks.report import Finding, Series, WrongResult, as_json, as_text, describe_machine
 from benchmarks.shapes import Shape
+from local_servers.postgres import find_binaries
 
 
 @dataclass(frozen=True)

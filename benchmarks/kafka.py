@@ -25,10 +25,6 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import AdminClient, NewTopic
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.demo.jars import at_hand
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
@@ -43,6 +39,10 @@ from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.lab import ROW, SERVER_SETTINGS, TABLE_DDL, create_database, execute, fill
 from benchmarks.report import Series, check, tell
 from benchmarks.stream import TRANSACTION
+from local_servers.jars import at_hand
+from local_servers.kafka import KafkaServer
+from local_servers.mariadb import MariadbServer
+from local_servers.postgres import PostgresServer
 
 KAFKA = "kafka"
 DEBEZIUM, JSON = "postgres to kafka, debezium", "postgres to kafka, json"

@@ -15,16 +15,16 @@ import pyarrow as pa
 from psycopg import sql
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.demo.jars import at_hand
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.mariadb import MariadbServer
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE as DELTA
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.report import check
 from benchmarks.shapes import HUNDRED
+from local_servers.jars import at_hand
+from local_servers.kafka import KafkaServer
+from local_servers.mariadb import MariadbServer
+from local_servers.postgres import PostgresServer
 
 SCHEMA = "public"
 TABLE = "t"

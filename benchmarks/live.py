@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import yaml
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -27,6 +26,7 @@ from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_mar
 from benchmarks.lab import TABLE_DDL, checksum, create_database, execute
 from benchmarks.processes import Meter
 from benchmarks.report import WrongResult, check
+from local_servers.postgres import PostgresServer
 
 MAX_BATCH_BYTES = 16 << 20
 CATCH_UP_SECONDS = 180.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from airflow_cdc_provider.demo.servers import PostgresServer
+from local_servers.postgres import PostgresServer
 
 ENGINE = ("driver", "jvm", "workers", "reader")
 KINDS = (*ENGINE, "decoding", "source", "target")

@@ -18,9 +18,9 @@ from pathlib import Path
 import psycopg
 import structlog
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.text_output import text_table
 from airflow_cdc_provider.triggers.slots import ExpectationTrigger
+from local_servers.postgres import PostgresServer
 
 
 async def wait(count: int, slots: int, seconds: float, interval: float) -> float:

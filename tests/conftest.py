@@ -24,11 +24,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from psycopg import sql
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.spark.python_interpreter import python_for_spark
+from local_servers.kafka import KafkaServer
+from local_servers.mariadb import MariadbServer, Programs
+from local_servers.postgres import PostgresServer
 from tests.support.class_archive import write_archive
 from tests.support.hdfs import HdfsCluster
 from tests.support.hostile import ENVIRONMENT, connect_unharmed

@@ -2,10 +2,10 @@
 
 import sys
 
-from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from benchmarks.lab import JDBC
 from benchmarks.peers import debezium
 from benchmarks.peers.counter import JdkMissing
+from local_servers.jars import JarsMissing, fetch
 
 try:
     fetch(JDBC)

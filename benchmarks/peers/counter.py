@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 
-from airflow_cdc_provider.demo.jars import HOME, fetch
 from airflow_cdc_provider.engine.core.errors import CdcError
 from benchmarks.lab import Lab
 from benchmarks.report import WrongResult
+from local_servers.jars import HOME, fetch
 
 _LOG_CHARACTERS = 2000
 _SECONDS = 3600.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from airflow_cdc_provider.demo.client import AirflowClient
+from local_servers.airflow_client import AirflowClient
 
 
 class Client(AirflowClient):

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import psycopg
 
-from airflow_cdc_provider.demo.airflow import AirflowStack
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.airflow import AirflowStack
+from local_servers.postgres import PostgresServer
 from tests.airflow.client import Client
 from tests.support.airflow_support import HOME_VARIABLE, ROOT, connection_json
 

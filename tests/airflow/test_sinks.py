@@ -10,8 +10,8 @@ import pytest
 import yaml
 from airflow.sdk import Connection
 
-from airflow_cdc_provider.demo.warehouse import WAREHOUSES
 from airflow_cdc_provider.engine.runs.run import sink_of
+from demo.warehouse import WAREHOUSES
 from tests.airflow.browser import Browser
 from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest

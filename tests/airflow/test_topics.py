@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
+from local_servers.kafka import KafkaServer
 from tests.airflow.browser import Browser
 from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest

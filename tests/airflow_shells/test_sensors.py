@@ -21,7 +21,6 @@ from tests.support.airflow_support import write_pipeline
 from airflow.sdk import DAG, Asset
 from airflow.sdk.exceptions import AirflowFailException, AirflowSensorTimeout, AirflowSkipException, TaskDeferred
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.commands.wait_conditions import Seen, expect
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
@@ -34,6 +33,7 @@ from airflow_cdc_provider.sensors.pipeline import CdcLagSensor, SnapshotFinished
 from airflow_cdc_provider.sensors.slot import SlotHealthySensor, SlotProgressSensor, SlotRetainedWalSensor
 from airflow_cdc_provider.triggers.poll import Poll
 from airflow_cdc_provider.triggers.slots import ExpectationTrigger
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.support.watching import LOSING, SECONDS, expectation, lose_slot, make_slot, move_slot, outcome, run
 

@@ -16,11 +16,11 @@ from tests.support import airflow_support
 from airflow.dag_processing.dagbag import DagBag
 from airflow.sdk.exceptions import AirflowFailException, ParamValidationError
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.slot_health import Holder, Limits, inspect
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots, SlotState
 from airflow_cdc_provider.operators.slot_guard import MEMORY, CdcSlotGuardOperator
+from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker
 from tests.support.watching import LOSING, SECONDS, lose_slot, make_slot, move_slot
 

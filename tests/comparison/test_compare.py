@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.comparison import compare as comparison
 from airflow_cdc_provider.engine.comparison.compare import TableResult
 from airflow_cdc_provider.engine.comparison.side import Sides
@@ -25,6 +24,7 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, connect,
 from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.postgres.compared import changelog_sides, mirror_sides
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, drop_database
 
 TYPES_DDL = """

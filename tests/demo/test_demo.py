@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.__main__ import TOPICS, main
-from airflow_cdc_provider.demo.client import TaskState
-from airflow_cdc_provider.demo.show import Screen, clock
-from airflow_cdc_provider.demo.stage import DemoFailed, work_directory, write_pipeline
-from airflow_cdc_provider.demo.tables import PIPELINE, Course, Outcome, ShopMoment, summary
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from demo.__main__ import TOPICS, main
+from demo.screen import Screen, clock
+from demo.tables import PIPELINE, Course, Outcome, ShopMoment, summary
+from demo.work_directory import DemoFailed, work_directory, write_pipeline
+from local_servers.airflow_client import TaskState
 
 NEW: Mapping[str, Any] = {
     "pipeline": "shop",

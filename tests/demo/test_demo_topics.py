@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.demo.__main__ import TOPICS
-from airflow_cdc_provider.demo.cases import CASES, visit
-from airflow_cdc_provider.demo.events import (
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from demo.__main__ import TOPICS
+from demo.events import (
     ABORTED,
     TRANSACTIONS_PER_SECOND,
     Event,
@@ -30,11 +31,10 @@ from airflow_cdc_provider.demo.events import (
     windows,
     written,
 )
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.stage import write_pipeline
-from airflow_cdc_provider.demo.topics import Outcome, TopicMoment, Unreadable, summary
-from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from demo.topic_cases import CASES, visit
+from demo.topics import Outcome, TopicMoment, Unreadable, summary
+from demo.work_directory import write_pipeline
+from local_servers.kafka import KafkaServer
 from tests.demo.test_demo import NEW, task
 from tests.support.kafka_server import SECONDS
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo import jars
-from airflow_cdc_provider.demo.jars import SUMS, JarsMissing, fetch, require_known
-from airflow_cdc_provider.demo.kafka import PACKAGE as KAFKA
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE as DELTA
 from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE as TOPICS
 from benchmarks.lab import JDBC
 from benchmarks.peers.debezium import _PACKAGES as DEBEZIUM
 from benchmarks.peers.flink import _PACKAGES as FLINK
+from local_servers import jars
+from local_servers.jars import SUMS, JarsMissing, fetch, require_known
+from local_servers.kafka import PACKAGE as KAFKA
 
 
 @pytest.fixture

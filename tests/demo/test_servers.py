@@ -14,16 +14,10 @@ import psutil
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo import servers, shop
-from airflow_cdc_provider.demo.servers import (
-    Account,
-    PostgresServer,
-    ServerError,
-    find_binaries,
-    find_free_port,
-    start_guard,
-)
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from demo import shop
+from local_servers import postgres
+from local_servers.postgres import Account, PostgresServer, ServerError, find_binaries, find_free_port, start_guard
 from tests.conftest import Databases, ServerMaker
 
 
@@ -97,7 +91,7 @@ def test_kill_ends_every_process_and_a_start_recovers(make_server: ServerMaker) 
 def test_a_fast_stop_does_not_wait_forever_for_a_stuck_walsender(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "STOP_SECONDS", 1.0)
+    monkeypatch.setattr(postgres, "STOP_SECONDS", 1.0)
     server = make_server()
     assert server._process is not None
     walsender = psycopg.connect(server.dsn() + "?replication=database", autocommit=True)
@@ -165,7 +159,7 @@ def test_a_closed_directory_is_refused_for_data_and_copied_for_binaries(server_d
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_plain_user_runs_a_server_as_himself(server_directory: Path) -> None:
     account = Account.choose()
-    packages = [Path(servers.__file__).parents[2], Path(psycopg.__file__).parents[1]]
+    packages = [Path(postgres.__file__).parents[2], Path(psycopg.__file__).parents[1]]
     interpreters = [Path(sys.executable), Path(f"/usr/bin/python3.{sys.version_info.minor}")]
     open_to_all = [each for each in interpreters if each.exists() and account.can_enter(each.resolve().parent)]
     if not open_to_all or not all(map(account.can_enter, packages)):
@@ -175,7 +169,7 @@ def test_a_plain_user_runs_a_server_as_himself(server_directory: Path) -> None:
     account.own(home)
     code = f"""
         from pathlib import Path
-        from airflow_cdc_provider.demo.servers import PostgresServer
+        from local_servers.postgres import PostgresServer
         with PostgresServer.create(Path({str(home / "server")!r}), settings={{"fsync": "off"}}) as server:
             print(server.running)
     """
@@ -197,7 +191,7 @@ def test_a_server_stops_when_its_owner_is_killed(server_directory: Path) -> None
     code = f"""
         import os, signal
         from pathlib import Path
-        from airflow_cdc_provider.demo.servers import PostgresServer
+        from local_servers.postgres import PostgresServer
         server = PostgresServer.create(Path({str(server_directory / "orphan")!r}), settings={{"fsync": "off"}})
         server.start()
         print(server._process.pid, flush=True)

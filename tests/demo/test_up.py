@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from airflow_cdc_provider.demo.client import AirflowClient
-from airflow_cdc_provider.demo.stage import DAG
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from demo.work_directory import DAG
+from local_servers.airflow_client import AirflowClient
 
 SECONDS = 300.0
 MARK = "CDC_TEST_UP"
@@ -38,7 +38,7 @@ def family(mark: str) -> dict[int, str]:
 def test_it_runs_the_pipeline_until_it_is_interrupted(tmp_path: Path) -> None:
     mark, file = str(tmp_path), tmp_path / "log"
     with file.open("w") as log:
-        command = [sys.executable, "-m", "airflow_cdc_provider.demo.up"]
+        command = [sys.executable, "-m", "demo.up"]
         up = subprocess.Popen(command, env={**os.environ, MARK: mark}, stdout=log, stderr=log)
     try:
         assert await_condition(lambda: "Ctrl-C" in file.read_text() or up.poll() is not None, SECONDS)

@@ -22,9 +22,9 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from airflow_cdc_provider.demo.kafka import KafkaServer, Login
-from airflow_cdc_provider.demo.servers import ServerError
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.kafka import KafkaServer, Login
+from local_servers.postgres import ServerError
 from tests.support.kafka_server import SECONDS, committed, create_topic, make_broker, properties, transactional
 
 pytestmark = pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_server_stops_when_its_owner_is_killed(server_directory: Path) -> None
     code = f"""
         import os, signal
         from pathlib import Path
-        from airflow_cdc_provider.demo.kafka import KafkaServer
+        from local_servers.kafka import KafkaServer
         server = KafkaServer.create(Path({str(server_directory / "kafka-orphan")!r}))
         server.start()
         print(server._process.pid, flush=True)

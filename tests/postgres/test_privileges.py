@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.preflight import preflight
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.core.findings import Finding
+from local_servers.postgres import PostgresServer
 from tests.conftest import SESSION_SETTINGS, Databases, drop_database
 from tests.support.pipelines import PipelineUnderTest, execute, query_rows
 

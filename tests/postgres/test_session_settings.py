@@ -13,13 +13,13 @@ import psycopg
 import pytest
 from psycopg import pq
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, LoginRefused, Retry, UnsafeSession
 from airflow_cdc_provider.engine.postgres.connection import connected, connection_failure, rows
 from airflow_cdc_provider.engine.postgres.session_settings import REQUIRED
 from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import ArrowSession, CopySession
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import execute, open_replication
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases
 from tests.support.hostile import ENVIRONMENT
 from tests.support.pipelines import PipelineUnderTest

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, StreamFailed
@@ -31,6 +30,7 @@ from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_mar
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import open_replication
+from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, SESSION_SETTINGS, Databases, create_database, create_roles
 from tests.support.airflow_support import connection_json
 from tests.support.pipelines import PipelineUnderTest, execute, reader_naps, slot_reader

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from benchmarks.lab import JDBC
 from benchmarks.peers import debezium
 from benchmarks.peers.counter import JdkMissing
 from benchmarks.shapes import ROWS, Shape
+from local_servers.jars import JarsMissing, fetch
 from tests.support.hostile import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]

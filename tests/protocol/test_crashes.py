@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo import shop
+from demo import shop
 from tests.conftest import Databases
 from tests.support.audited import AUDITED, assert_exactly_once, writing
 from tests.support.pipelines import Command, PipelineUnderTest

@@ -16,7 +16,6 @@ import psycopg
 import pytest
 from psycopg import pq
 
-from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, GateClosed, StreamFailed
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
@@ -30,6 +29,7 @@ from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import S
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
+from local_servers.postgres import PostgresServer, find_free_port
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, assert_healed, carry_out, content, refused
 from tests.support.pipelines import (

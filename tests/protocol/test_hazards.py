@@ -17,7 +17,6 @@ import adbc_driver_postgresql.dbapi as adbc
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import Blocked, GateClosed
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
@@ -27,6 +26,7 @@ from airflow_cdc_provider.engine.sources.postgres.provision import provisioning,
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
+from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.support.hostile import connected_plainly
 from tests.support.pipelines import SECONDS, PipelineUnderTest, execute, query_rows, transaction

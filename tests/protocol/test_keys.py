@@ -15,13 +15,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import range_condition
+from local_servers.postgres import PostgresServer
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.sinks.contract import TABLE
 from tests.support.changelogs import assert_same_values

@@ -13,10 +13,10 @@ from typing import Literal
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, assert_healed, carry_out, refused
 from tests.support.pipelines import PipelineUnderTest

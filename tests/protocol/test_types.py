@@ -13,9 +13,9 @@ from typing import Any, Literal
 import pytest
 from psycopg2 import sql
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import ValueRefused
 from airflow_cdc_provider.engine.postgres.connection import connected, rows
+from local_servers.postgres import PostgresServer
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
 from tests.support.changelogs import assert_same_values
 from tests.support.pipelines import PipelineUnderTest

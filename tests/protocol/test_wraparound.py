@@ -13,9 +13,9 @@ from typing import Literal
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.repairs.scene import TABLE
 from tests.support.pipelines import PipelineUnderTest, execute, transaction

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.postgres import PostgresServer
 from tests.support.pipelines import execute, query_rows
 
 VERSION = "3.2.0.Final"

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -20,6 +19,7 @@ from airflow_cdc_provider.engine.runs.record_copy import read_ledger
 from airflow_cdc_provider.engine.runs.run import existing_record, require_epoch, run_part
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock, provisioning
 from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, drop_database
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, assert_healed
 from tests.support.pipelines import PipelineUnderTest, copy_chunk_of, execute

@@ -11,7 +11,6 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Fenced, SecondWriter
 from airflow_cdc_provider.engine.core.waiting import await_condition
@@ -22,6 +21,7 @@ from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, as_pipeline_role, create_database
 from tests.support.audited import AUDITED, assert_exactly_once, writing
 from tests.support.pipelines import SECONDS, PipelineUnderTest, copy_chunk_of, query_rows

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE, DeltaSettings
+from local_servers.jars import JarsMissing, fetch
 from tests.support.class_archive import ARCHIVE, JVM_OPTIONS
 from tests.support.spark_jvm import local_session
 

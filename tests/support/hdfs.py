@@ -19,8 +19,8 @@ import psutil
 import pyspark
 import pytest
 
-from airflow_cdc_provider.demo.jars import JarsMissing, fetch
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.jars import JarsMissing, fetch
 
 SECONDS = 180.0
 _SPARK_JARS = Path(pyspark.__file__).parent / "jars"

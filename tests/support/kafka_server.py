@@ -19,8 +19,8 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from airflow_cdc_provider.demo.jars import JarsMissing
-from airflow_cdc_provider.demo.kafka import KafkaServer, Login, fetch_jars
+from local_servers.jars import JarsMissing
+from local_servers.kafka import KafkaServer, Login, fetch_jars
 
 SECONDS = 30.0
 

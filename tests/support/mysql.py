@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer
+from local_servers.mariadb import MariadbServer
 from tests.conftest import PIPELINE_ROLE, Databases
 from tests.support.pipelines import PipelineUnderTest
 

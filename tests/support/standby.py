@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import psycopg
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.postgres import PostgresServer
 from tests.support.pipelines import SECONDS, execute, query_rows
 
 WITHOUT_STANDBY = {"synchronous_standby_names": "nobody", "synchronous_commit": "local"}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from airflow_cdc_provider.demo.jars import JarsMissing, fetch
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
+from local_servers.jars import JarsMissing, fetch
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.kafka_server import SECONDS, create_topic
 from tests.support.pipelines import SPARK_CONF, PipelineUnderTest

@@ -13,11 +13,11 @@ import httpx
 import psutil
 import pytest
 
-from airflow_cdc_provider.demo.airflow import AirflowStack
-from airflow_cdc_provider.demo.client import FINAL_STATES
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.process_group import _GUARD
+from local_servers.airflow import AirflowStack
+from local_servers.airflow_client import FINAL_STATES
 from tests.support.airflow_support import ROOT, connection_json
 from tests.support.pipelines import SECONDS, Outcome
 

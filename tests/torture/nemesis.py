@@ -19,9 +19,9 @@ import psutil
 import psycopg
 
 import airflow_cdc_provider
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state.files import STALE_SECONDS, State, read_heartbeats
+from local_servers.postgres import PostgresServer
 from tests.support.pipelines import SECONDS, PipelineUnderTest
 from tests.support.threads import Stoppable
 from tests.torture.driver import END_SECONDS, Driver

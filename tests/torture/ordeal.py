@@ -13,8 +13,8 @@ from typing import Any
 
 import psycopg
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, create_database, create_roles
 from tests.support.pipelines import PipelineUnderTest, execute, query_rows
 from tests.torture.airflow import Airflow

@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from airflow_cdc_provider.demo.servers import PostgresServer, find_free_port
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.timeline import parse_history
+from local_servers.postgres import PostgresServer, find_free_port
 from tests.conftest import create_roles
 from tests.support.pipelines import execute, query_rows
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.postgres import connection, dead_connections
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot, reader_name
+from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
 from tests.protocol.outages.scene import QUICK, SCHEMA
 from tests.support.network import Network

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases
 from tests.protocol.races.scene import ROWS, TABLE, Make, Mode
 from tests.support.pipelines import PipelineUnderTest

@@ -5,10 +5,10 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import StreamFailed
 from airflow_cdc_provider.engine.sinks.contract import Watermark
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
+from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker
 from tests.protocol.races.scene import Make
 from tests.support.pipelines import copy_chunk_of

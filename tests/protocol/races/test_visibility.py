@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import Blocked
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sources.postgres.provision import slot
+from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, ServerMaker
 from tests.protocol.races.scene import SECONDS, Make, Mode, await_waiting, events
 from tests.support.pipelines import execute, transaction

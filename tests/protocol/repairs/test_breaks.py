@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import (
     CannotFollow,
@@ -24,6 +23,7 @@ from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from airflow_cdc_provider.engine.sources.postgres.reading import reread
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.protocol.repairs.scene import DROP_SLOT, LOST, ROWS, TABLE, Make, Mode, assert_healed, carry_out, refused
 from tests.support.pipelines import PipelineUnderTest, execute

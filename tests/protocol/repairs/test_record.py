@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTable, GateClosed
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, Make, Mode, assert_healed, carry_out, content, refused
 from tests.support.pipelines import PipelineUnderTest, execute, query_rows

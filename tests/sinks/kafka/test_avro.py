@@ -14,10 +14,10 @@ from confluent_kafka.schema_registry import ConfigCompatibilityLevel, SchemaRegi
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.preflight import preflight
 from airflow_cdc_provider.engine.core.errors import CannotFollow
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.sinks.kafka.test_failpoints import assert_once, finish, kill
 from tests.sinks.kafka.test_pipeline import KafkaPipeline

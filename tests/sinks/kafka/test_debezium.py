@@ -11,9 +11,9 @@ from typing import Any
 import fastavro
 import pytest
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine.sinks.kafka.formats.avro import avro_schema
 from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import Shape
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.recorded.debezium import CHANGES, DECIMALS, TABLE, recorded
 from tests.sinks.kafka.test_pipeline import KafkaPipeline

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine.sinks import kafka
 from airflow_cdc_provider.engine.sinks.record_log import record
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases, Some
 from tests.sinks.kafka.test_pipeline import KafkaPipeline, assert_consumed_once
 from tests.support.audited import AUDITED, writing

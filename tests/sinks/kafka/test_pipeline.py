@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.preflight import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.audited import AUDITED, assert_all_changes, writing
 from tests.support.kafka_sink import clear, consumed, send

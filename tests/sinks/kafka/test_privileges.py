@@ -18,10 +18,10 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
-from airflow_cdc_provider.demo.kafka import KafkaServer, Login
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.preflight import preflight
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege
+from local_servers.kafka import KafkaServer, Login
 from tests.conftest import Databases
 from tests.sinks.kafka.test_pipeline import KafkaPipeline
 from tests.support.kafka_server import SECONDS, make_broker

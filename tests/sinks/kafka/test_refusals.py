@@ -10,11 +10,11 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.kafka import cluster
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka import staging_topic, transactions
+from local_servers.kafka import KafkaServer
 from tests.sinks.contract import TARGET, begin
 from tests.support.kafka_sink import KafkaStore, clear
 from tests.support.refusals import steps

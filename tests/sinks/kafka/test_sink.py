@@ -11,7 +11,6 @@ from random import Random
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine.core.errors import (
     CannotFollow,
     CdcError,
@@ -25,6 +24,7 @@ from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.kafka import record_topic
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from local_servers.kafka import KafkaServer
 from tests.sinks.contract import (
     IDENTITY,
     NEW,

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from airflow_cdc_provider.demo.kafka import KafkaServer, Login
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     ConnectionFailed,
@@ -29,6 +28,7 @@ from airflow_cdc_provider.engine.sinks.kafka import transactions
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX, Journal
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
+from local_servers.kafka import KafkaServer, Login
 from tests.sinks.contract import IDENTITY, TARGET, WHOLE, Begun, begin
 from tests.support.kafka_server import make_broker
 from tests.support.kafka_sink import KafkaStore, clear, consumed

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer, Programs
 from airflow_cdc_provider.engine.commands.preflight import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, LoginRefused, Retry
 from airflow_cdc_provider.engine.core.findings import Finding
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, session
+from local_servers.mariadb import MariadbServer, Programs
 from tests.conftest import SYSTEM_DATABASES, Databases
 from tests.support.mysql import MysqlPipeline, query
 
@@ -124,7 +124,7 @@ def test_a_refused_login_is_not_tried_again(mariadb: MariadbServer, login: str) 
 
 
 def test_a_server_that_is_away_is_named_without_the_password(databases: Databases, tmp_path: Path) -> None:
-    from airflow_cdc_provider.demo.servers import find_free_port
+    from local_servers.postgres import find_free_port
 
     dead = MariadbServer(tmp_path, find_free_port(), None, {}, Programs((), ()))  # type: ignore[arg-type]
     pipeline = MysqlPipeline(tmp_path, databases, dead, ["public.t"])

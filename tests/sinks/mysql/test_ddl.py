@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow, GateClosed
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
 from tests.support.mysql import MysqlPipeline
 

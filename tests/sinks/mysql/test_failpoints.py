@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import airflow_cdc_provider.engine.sinks.mysql as package
-from airflow_cdc_provider.demo.mariadb import MariadbServer
+from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
 from tests.support.audited import AUDITED, assert_exactly_once, writing
 from tests.support.mysql import MysqlPipeline

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine import commands
+from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
 from tests.support.audited import AUDITED, assert_exactly_once, writing
 from tests.support.mysql import MysqlPipeline

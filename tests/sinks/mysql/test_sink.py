@@ -15,7 +15,6 @@ import pymysql
 import pytest
 from pymysql.cursors import DictCursor
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine.changes.effects import Effect
 from airflow_cdc_provider.engine.core.errors import (
     Blocked,
@@ -41,6 +40,7 @@ from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
+from local_servers.mariadb import MariadbServer
 from tests.conftest import MYSQL, PIPELINE_ROLE, SYSTEM_DATABASES
 from tests.sinks.contract import (
     IDENTITY,

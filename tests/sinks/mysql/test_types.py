@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg2 import sql
 
-from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine.changes.effects import Effect
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, UncapturableTable
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
@@ -28,6 +27,7 @@ from airflow_cdc_provider.engine.sinks.mysql.types import kind_of
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk, text_of
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
+from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
 from tests.protocol.test_types import VALUES
 from tests.support.mysql import query

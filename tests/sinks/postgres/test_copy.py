@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from psycopg.postgres import types
 from psycopg2 import sql
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected
 from airflow_cdc_provider.engine.sinks.postgres import copy as postgres_copy
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
 from airflow_cdc_provider.engine.sources.postgres.reading import read_sessions
 from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import CopySession
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.test_types import VALUES as BUILT_IN
 

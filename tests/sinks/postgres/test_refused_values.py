@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import CdcError, Retry, TargetConflict, ValueRefused
 from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
 from tests.sinks.contract import NEW, TARGET, WHOLE, begin
 from tests.sinks.postgres.test_sink import PostgresStore

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.changes.effects import Effect
 from airflow_cdc_provider.engine.core.errors import StagingLost, ValueRefused
 from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
@@ -22,6 +21,7 @@ from airflow_cdc_provider.engine.sinks.postgres.shared_staging import element_ty
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases
 from tests.sinks.contract import IDENTITY, Begun
 from tests.sinks.postgres.test_sink import PostgresStore

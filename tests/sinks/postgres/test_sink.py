@@ -16,7 +16,6 @@ import pyarrow as pa
 import pytest
 from psycopg.rows import dict_row
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.changes.effects import Effect
 from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed, StagingLost, StreamFailed
 from airflow_cdc_provider.engine.core.waiting import await_condition
@@ -25,6 +24,7 @@ from airflow_cdc_provider.engine.sinks.contract import Staged, StagedPiece, Targ
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.sinks.contract import (
     LABEL,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import BadRecord, ConfigError
+from local_servers.kafka import KafkaServer
+from local_servers.mariadb import MariadbServer
 from tests.conftest import PIPELINE_ROLE, Databases
 from tests.support.kafka_server import SECONDS, committed, create_topic, properties
 from tests.support.mysql import query

@@ -14,9 +14,9 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.kafka import KafkaServer
+from local_servers.mariadb import MariadbServer
 from tests.conftest import PIPELINE_ROLE, Databases, Some
 from tests.sources.kafka.test_pipeline import CLICKS, ORDERS, SUMS
 from tests.sources.kafka.test_to_topics import VALID, VISITS, TopicsToTopic

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import SecondWriter
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.sources.kafka.test_to_topics import TopicsToTopic
 from tests.support.topics import TopicsPipeline

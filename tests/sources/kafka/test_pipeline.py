@@ -11,7 +11,6 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import (
     BadRecord,
@@ -25,6 +24,7 @@ from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.runs import foreach_batch
 from airflow_cdc_provider.engine.sources.kafka import stream_job
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.kafka_server import SECONDS, committed, create_topic, properties, set_topic, transactional
 from tests.support.topics import TopicsPipeline, moments

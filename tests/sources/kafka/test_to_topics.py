@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import SinkIsSource
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.kafka_server import SECONDS as PATIENCE
 from tests.support.kafka_server import create_topic

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import BadRecord, ValueRefused
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.sources.kafka.test_bad_messages import dead_letters
 from tests.support.kafka_server import SECONDS, create_topic

@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.mariadb import MariadbServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.changes.effects import ERASED, MISSING
 from airflow_cdc_provider.engine.core.errors import BadRecord
 from airflow_cdc_provider.engine.sources.kafka.staging_task import LEFT_OUT, RESULT_OP, UNSENT, TopicTexts, last_texts
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import net_of
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
+from local_servers.kafka import KafkaServer
+from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
 from tests.sinks.kafka.test_pipeline import KafkaPipeline
 from tests.support.delta_spark import delta_jars

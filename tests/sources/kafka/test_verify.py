@@ -13,7 +13,6 @@ import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from airflow_cdc_provider.demo.kafka import KafkaServer
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
@@ -22,6 +21,7 @@ from airflow_cdc_provider.engine.sources.kafka.position import Position
 from airflow_cdc_provider.engine.sources.kafka.query import Shape
 from airflow_cdc_provider.engine.sources.kafka.verify import _Remaining, _way_of
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.sources.kafka.test_pipeline import CLICKS, ORDERS, SUMS
 from tests.sources.kafka.test_to_topics import VALID, VISITS, TopicsToTopic

@@ -11,7 +11,6 @@ import psycopg2
 import pytest
 from psycopg2.extensions import connection as Connection
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import ConfigError, UncapturableTable, UnknownTable
 from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
 from airflow_cdc_provider.engine.postgres.connection import connected, rows
@@ -19,6 +18,7 @@ from airflow_cdc_provider.engine.sources.postgres.catalog import captured_tables
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Leaf, Table
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publication_sql
+from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker, create_database, drop_database
 
 

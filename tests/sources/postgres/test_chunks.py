@@ -21,7 +21,6 @@ import pytest
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
 from airflow_cdc_provider.engine.postgres.connection import connect, connected, rows, scalar
@@ -39,6 +38,7 @@ from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import (
     text_of,
 )
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks
+from local_servers.postgres import PostgresServer
 
 NO_CONNECTION = cast(Connection, None)
 

@@ -11,7 +11,6 @@ from urllib.parse import quote
 import psycopg2
 import pytest
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.commands.preflight import preflight
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
@@ -33,6 +32,7 @@ from airflow_cdc_provider.engine.postgres.connection import connected, rows, sca
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.sources.postgres.provision import readiness
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 
 ORDERS = "CREATE SCHEMA shop; CREATE TABLE shop.orders (id int PRIMARY KEY, body text)"

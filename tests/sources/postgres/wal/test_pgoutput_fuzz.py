@@ -21,11 +21,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Piece, decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Buffer, Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp
+from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, LimitExceeded, ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
@@ -29,6 +28,7 @@ from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import MESSAGE_PREFIX, Buffer, Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp, open_replication
+from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.support.pipelines import SECONDS, execute, reader_naps, slot_reader, transaction
 

@@ -12,9 +12,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 
-from airflow_cdc_provider.demo.events import Draw, Event, Message, Rows, parsed, read_committed, windows, written
-from airflow_cdc_provider.demo.kafka import KafkaServer
-from airflow_cdc_provider.demo.warehouse import start_mariadb
+from demo.events import Draw, Event, Message, Rows, parsed, read_committed, windows, written
+from demo.warehouse import start_mariadb
+from local_servers.kafka import KafkaServer
 
 CLICKS = """\
 pipeline: clicks

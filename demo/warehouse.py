@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import psycopg
 
-from airflow_cdc_provider.demo.jars import at_hand
-from airflow_cdc_provider.demo.servers import PostgresServer
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
+from local_servers.jars import at_hand
+from local_servers.postgres import PostgresServer
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.demo.kafka import KafkaServer
-    from airflow_cdc_provider.demo.mariadb import MariadbServer
+    from local_servers.kafka import KafkaServer
+    from local_servers.mariadb import MariadbServer
 
 POSTGRES = "16"
 SETTINGS: Mapping[str, str] = {"shared_buffers": "256MB", "max_wal_size": "4GB", "checkpoint_timeout": "15min"}
@@ -61,7 +61,7 @@ def _files(started: ExitStack, directory: Path) -> Warehouse:
 
 def start_mariadb(started: ExitStack, directory: Path) -> MariadbServer:
     """A MariaDB server without databases, stopped at the end."""
-    from airflow_cdc_provider.demo.mariadb import MariadbServer  # late: only who needs it has its driver
+    from local_servers.mariadb import MariadbServer  # late: only who needs it has its driver
 
     server = MariadbServer.create(directory)
     started.callback(server.stop)
@@ -71,7 +71,7 @@ def start_mariadb(started: ExitStack, directory: Path) -> MariadbServer:
 
 def start_broker(started: ExitStack, directory: Path) -> KafkaServer:
     """A Kafka broker without topics, stopped at the end."""
-    from airflow_cdc_provider.demo.kafka import KafkaServer  # late: only who needs it has its client
+    from local_servers.kafka import KafkaServer  # late: only who needs it has its client
 
     server = KafkaServer.create(directory)
     started.callback(server.stop)

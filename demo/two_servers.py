@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psycopg
 
-from airflow_cdc_provider.demo import shop
-from airflow_cdc_provider.demo.servers import PostgresServer
+from demo import shop
+from local_servers.postgres import PostgresServer
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from airflow_cdc_provider.demo.client import TaskState
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.text_output import text_table
+from local_servers.airflow_client import TaskState
 
 QUIET_SECONDS = 10.0
 

@@ -1,4 +1,4 @@
-"""The demos: ``python -m airflow_cdc_provider.demo [--pipeline NAME]``.
+"""The demos: ``python -m demo [--pipeline NAME]``.
 
 Each starts its servers and a real Airflow, writes to the source, runs the Dag
 ``cdc_pipeline`` by Airflow's REST API, and compares source and target in the end:
@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from airflow_cdc_provider.demo import tables
-from airflow_cdc_provider.demo.run import DagRun
-from airflow_cdc_provider.demo.show import Screen
-from airflow_cdc_provider.demo.stage import work_directory
-from airflow_cdc_provider.demo.warehouse import WAREHOUSES
 from airflow_cdc_provider.engine.core.errors import CdcError
+from demo import tables
+from demo.dag_run import DagRun
+from demo.screen import Screen
+from demo.warehouse import WAREHOUSES
+from demo.work_directory import work_directory
 
 Begin: TypeAlias = Callable[[ExitStack, Path, Screen], DagRun[Any]]
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m airflow_cdc_provider.demo", description="Shows pipelines at work, and compares what they made."
+        prog="python -m demo", description="Shows pipelines at work, and compares what they made."
     )
     parser.add_argument(
         "--pipeline",
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> Begin:
     if options.pipeline == SHOP:
         return partial(tables.begin, sink=options.sink or "postgres")
-    from airflow_cdc_provider.demo import cases, topics  # late: only these demos need Kafka's client
+    from demo import topic_cases, topics  # late: only these demos need Kafka's client
 
-    return partial(topics.begin, case=cases.CASES[options.pipeline])
+    return partial(topics.begin, case=topic_cases.CASES[options.pipeline])
 
 
 def demonstrate(directory: Path, screen: Screen, begin: Begin, keep: bool) -> int:

@@ -25,8 +25,9 @@ import pyspark
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from airflow_cdc_provider.demo.jars import HOME, fetch
-from airflow_cdc_provider.demo.servers import (
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.jars import HOME, fetch
+from local_servers.postgres import (
     LOG_TAIL_LINES,
     START_SECONDS,
     STOP_SECONDS,
@@ -36,7 +37,6 @@ from airflow_cdc_provider.demo.servers import (
     find_free_port,
     start_guard,
 )
-from airflow_cdc_provider.engine.core.waiting import await_condition
 
 # 4.3.1 may leave a transaction open for ever that it has committed when it is killed right then (KAFKA-20734).
 VERSION = "4.0.2"

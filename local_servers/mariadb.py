@@ -23,7 +23,8 @@ from typing import Literal, Self
 
 import pymysql
 
-from airflow_cdc_provider.demo.servers import (
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from local_servers.postgres import (
     LOG_TAIL_LINES,
     START_SECONDS,
     STOP_SECONDS,
@@ -33,7 +34,6 @@ from airflow_cdc_provider.demo.servers import (
     find_free_port,
     start_guard,
 )
-from airflow_cdc_provider.engine.core.waiting import await_condition
 
 _SOCKET_LENGTH = 100
 

@@ -1,6 +1,6 @@
 """An Airflow to click around in: the shop, customers who go on buying, and a pipeline that is ready to run.
 
-``python -m airflow_cdc_provider.demo.up`` runs until it is interrupted. All that
+``python -m demo.up`` runs until it is interrupted. All that
 it has started ends with it, Spark jobs too, and nothing is left behind.
 """
 
@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from types import FrameType
 from urllib.parse import urlsplit
 
-from airflow_cdc_provider.demo import shop
-from airflow_cdc_provider.demo.show import Screen
-from airflow_cdc_provider.demo.stage import DAG, work_directory
-from airflow_cdc_provider.demo.tables import ShopStage, set_stage
 from airflow_cdc_provider.engine.core.errors import CdcError
+from demo import shop
+from demo.screen import Screen
+from demo.tables import ShopStage, set_stage
+from demo.work_directory import DAG, work_directory
 
 SCALE = 0.1
 TRANSACTIONS_PER_SECOND = 20.0

@@ -17,16 +17,16 @@ from typing import Any
 
 import psycopg
 
-from airflow_cdc_provider.demo import shop
-from airflow_cdc_provider.demo.client import TaskState
-from airflow_cdc_provider.demo.run import DagRun, verification_problems
-from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
-from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
-from airflow_cdc_provider.demo.warehouse import POSTGRES, TITLES, WAREHOUSES, Warehouse, start_server
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sources.postgres.provision import slot
+from demo import shop
+from demo.dag_run import DagRun, verification_problems
+from demo.screen import Comparison, Moment, Screen, clock, comparison_table, facts, rate
+from demo.warehouse import POSTGRES, TITLES, WAREHOUSES, Warehouse, start_server
+from demo.work_directory import Stage, start_airflow, write_pipeline
+from local_servers.airflow_client import TaskState
 
 TRANSACTIONS_PER_SECOND = 300.0
 

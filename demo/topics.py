@@ -15,15 +15,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from airflow_cdc_provider.demo.cases import Case, Target
-from airflow_cdc_provider.demo.client import TaskState
-from airflow_cdc_provider.demo.events import EventProducer, Rows, ends, make_topics, read_committed
-from airflow_cdc_provider.demo.jars import at_hand
-from airflow_cdc_provider.demo.run import DagRun, verification_problems
-from airflow_cdc_provider.demo.show import Comparison, Moment, Screen, clock, comparison_table, facts, rate
-from airflow_cdc_provider.demo.stage import Stage, start_airflow, write_pipeline
-from airflow_cdc_provider.demo.warehouse import start_broker
 from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
+from demo.dag_run import DagRun, verification_problems
+from demo.events import EventProducer, Rows, ends, make_topics, read_committed
+from demo.screen import Comparison, Moment, Screen, clock, comparison_table, facts, rate
+from demo.topic_cases import Case, Target
+from demo.warehouse import start_broker
+from demo.work_directory import Stage, start_airflow, write_pipeline
+from local_servers.airflow_client import TaskState
+from local_servers.jars import at_hand
 
 MESSAGES_PER_SECOND = 2000
 PARTITIONS = 4

@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from airflow_cdc_provider.demo.airflow import AirflowStack
-from airflow_cdc_provider.demo.show import Screen
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from demo.screen import Screen
+from local_servers.airflow import AirflowStack
 
-DAGS = Path(__file__).parents[2] / "dags"
+DAGS = Path(__file__).parents[1] / "dags"
 DAG = "cdc_pipeline"
 
 

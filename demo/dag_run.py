@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from airflow_cdc_provider.demo.client import FINAL_STATES, TaskState
-from airflow_cdc_provider.demo.show import Moment, Screen
-from airflow_cdc_provider.demo.stage import DAG, DemoFailed, Stage
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.state.files import State, read_heartbeats
 from airflow_cdc_provider.engine.state.submission import read_all
+from demo.screen import Moment, Screen
+from demo.work_directory import DAG, DemoFailed, Stage
+from local_servers.airflow_client import FINAL_STATES, TaskState
 
 GROUPS = 2
 

@@ -1,0 +1,1 @@
+"""The demos: pipelines at work on real servers in a real Airflow, and what they made compared."""
