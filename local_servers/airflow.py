@@ -23,7 +23,7 @@ import psutil
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.airflow_client import AirflowClient, AirflowFailed
-from local_servers.postgres import end_guard, find_free_port, start_guard
+from local_servers.process import end_guard, find_free_port, start_guard
 
 COMPONENTS = ("scheduler", "dag-processor", "api-server", "triggerer")
 MARK = "CDC_AIRFLOW_STACK"

@@ -1,4 +1,4 @@
-"""A temporary Kafka broker in a directory of its own, beside the servers in :mod:`.servers`.
+"""A temporary Kafka broker in a directory of its own, next to the server of :mod:`.postgres`.
 
 It is Apache Kafka's own, from the jars of Maven Central, as broker and controller in one process without anything
 beside it (KRaft). It listens on ports of loopback that were free, and everything that it writes is in its directory.
@@ -6,37 +6,22 @@ beside it (KRaft). It listens on ports of loopback that were free, and everythin
 
 from __future__ import annotations
 
-import atexit
 import base64
 import contextlib
 import os
 import re
 import shutil
-import signal
-import subprocess
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
 
 import pyspark
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.jars import HOME, fetch
-from local_servers.postgres import (
-    LOG_TAIL_LINES,
-    START_SECONDS,
-    STOP_SECONDS,
-    Account,
-    ServerError,
-    end_guard,
-    find_free_port,
-    start_guard,
-)
+from local_servers.process import Account, ServerError, ServerProcess, claim_directory, find_free_port, run_as
 
 # 4.3.1 may leave a transaction open for ever that it has committed when it is killed right then (KAFKA-20734).
 VERSION = "4.0.2"
@@ -85,8 +70,7 @@ class Login:
         }
 
 
-@dataclass(eq=False)
-class KafkaServer:
+class KafkaServer(ServerProcess):
     """One broker with its directory; made by :meth:`create`.
 
     :ivar port: of the listener that lets everybody do everything.
@@ -94,14 +78,15 @@ class KafkaServer:
     :ivar cluster: what the broker calls its cluster.
     """
 
-    directory: Path
-    port: int
-    login_port: int | None
-    cluster: str
-    account: Account
-    _command: Sequence[str] = field(repr=False)
-    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    _guard: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    name = "Kafka"
+
+    def __init__(
+        self, directory: Path, port: int, login_port: int | None, cluster: str, account: Account, java: Sequence[str]
+    ) -> None:
+        super().__init__(directory, port, account)
+        self.login_port = login_port
+        self.cluster = cluster
+        self._java = java
 
     @classmethod
     def create(
@@ -114,17 +99,7 @@ class KafkaServer:
         :raises JarsMissing: when Kafka cannot be fetched.
         :raises ServerError: when Java is missing, or Kafka does not run here.
         """
-        directory = directory.resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            raise ServerError(f"{directory} is not empty.", "Choose a directory that is new or empty.")
-        account = Account.choose()
-        account.own(directory)
-        if not account.can_enter(directory):
-            raise ServerError(
-                f"{directory} cannot be reached by the user as whom Kafka must run.",
-                "Choose a directory whose parents are open to all users, for instance directly below /tmp.",
-            )
+        directory, account = claim_directory(directory, cls.name)
         scratch = directory / "tmp"
         scratch.mkdir()
         account.own(scratch)
@@ -150,7 +125,7 @@ class KafkaServer:
             "inter.broker.listener.name": "PLAINTEXT",
             "listeners": ",".join(f"{name}://127.0.0.1:{port}" for name, port in ports.items()),
             "listener.security.protocol.map": ",".join(f"{name}:{kind}" for name, kind in _LISTENERS.items()),
-            "log.dirs": str(self.directory / "data"),
+            "log.dirs": str(self.data_directory),
             **(login.settings if login else {}),
             **settings,
         }
@@ -163,14 +138,7 @@ class KafkaServer:
     def _format(self) -> None:
         # A cluster's name may begin with a hyphen.
         tool = ("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster}", f"--config={self._file}")
-        done = subprocess.run(
-            [*self._command, *tool],
-            cwd=self.directory,
-            capture_output=True,
-            text=True,
-            check=False,
-            **self.account.popen_arguments(),
-        )
+        done = run_as(self.account, [*self._java, *tool], self.directory)
         if done.returncode != 0:
             raise ServerError(
                 f"Kafka's storage tool failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}".rstrip(),
@@ -182,11 +150,6 @@ class KafkaServer:
         return self.directory / "server.properties"
 
     @property
-    def log_file(self) -> Path:
-        """Where the broker's log goes."""
-        return self.directory / "server.log"
-
-    @property
     def brokers(self) -> str:
         """The address at which everybody may do everything."""
         return f"127.0.0.1:{self.port}"
@@ -196,98 +159,24 @@ class KafkaServer:
         """The address at which a user logs in."""
         return f"127.0.0.1:{self.login_port}"
 
-    @property
-    def running(self) -> bool:
-        """Whether the broker's process is alive."""
-        return self._process is not None and self._process.poll() is None
+    def command(self) -> Sequence[str]:
+        """See :meth:`.ServerProcess.command`."""
+        return [*self._java, "kafka.Kafka", str(self._file)]
 
-    def start(self) -> None:
-        """Start the broker and wait until it answers; a running broker is left alone."""
-        if self.running:
-            return
-        with self.log_file.open("ab") as log:
-            process = subprocess.Popen(
-                [*self._command, "kafka.Kafka", str(self._file)],
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                **self.account.popen_arguments(),
-            )
-        self._process = process
-        self._guard = start_guard(process.pid, signals=("TERM", "KILL"))
-        atexit.register(self.kill)
-        try:
-            self._await_start(process)
-        except BaseException:
-            self.kill()
-            raise
-
-    def stop(self) -> None:
-        """Stop the broker; one that does not stop in time is killed."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
-        self.kill()
-
-    def restart(self, mode: Literal["stop", "kill"] = "stop") -> None:
-        """Stop or kill, and start on the same port and data."""
-        self.stop() if mode == "stop" else self.kill()
-        self.start()
-
-    def kill(self) -> None:
-        """Kill the broker, as a crash of its process would."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        end_guard(self._guard)
-        self._guard = None
-        self._process = None
-        atexit.unregister(self.kill)
-
-    def remove(self) -> None:
-        """Kill the broker and delete its directory."""
-        self.kill()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-    def _await_start(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until the broker counts itself in, which it does when it has read what a crash has left.
-
-        Nobody else can answer for it: clusters have names of their own.
-        """
+    def probe(self) -> Callable[[], bool]:
+        """See :meth:`.ServerProcess.probe`; the broker counts itself in when it has read what a crash has left."""
         client = AdminClient({"bootstrap.servers": self.brokers, "log_level": 0, "reconnect.backoff.max.ms": 100})
 
         def answers() -> bool:
-            if process.poll() is not None:
-                raise self._start_failure(f"exited with code {process.returncode}")
             with contextlib.suppress(KafkaException):
                 metadata = client.list_topics(timeout=_ANSWER_SECONDS)
                 return str(metadata.cluster_id) == self.cluster and _NODE in metadata.brokers
             return False
 
-        if not await_condition(answers, START_SECONDS):
-            raise self._start_failure(f"did not answer within {START_SECONDS:.0f} seconds")
+        return answers
 
-    def _start_failure(self, what: str) -> ServerError:
-        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
-        tail = re.sub(r"(?m)^", "  ", "\n".join(lines[-LOG_TAIL_LINES:]))
-        return ServerError(
-            f"Kafka in {self.directory} {what}. The end of its log:\n{tail}",
-            "Correct what the log names: a setting, a port that is taken, a full disk.",
-        )
+    def check_identity(self) -> None:
+        """See :meth:`.ServerProcess.check_identity`; no other broker knows the cluster's name."""
 
 
 def _java() -> str:

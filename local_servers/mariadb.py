@@ -1,4 +1,4 @@
-"""A temporary MariaDB or MySQL server in a directory of its own, beside those of Postgres in :mod:`.servers`.
+"""A temporary MariaDB or MySQL server in a directory of its own, next to those of Postgres in :mod:`.postgres`.
 
 The binaries are those of the system's package of MariaDB, or a MySQL server's that is named. The package's own service,
 its configuration and its data are never touched: this server reads no configuration file, listens on a port of loopback
@@ -8,32 +8,16 @@ as an unprivileged user.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import re
 import shutil
-import signal
-import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
 
 import pymysql
 
-from airflow_cdc_provider.engine.core.waiting import await_condition
-from local_servers.postgres import (
-    LOG_TAIL_LINES,
-    START_SECONDS,
-    STOP_SECONDS,
-    Account,
-    ServerError,
-    end_guard,
-    find_free_port,
-    start_guard,
-)
+from local_servers.process import Account, ServerError, ServerProcess, claim_directory, find_free_port, run_as
 
 _SOCKET_LENGTH = 100
 
@@ -75,17 +59,17 @@ class Programs:
         return cls((mysqld, "--no-defaults", "--initialize-insecure"), (mysqld, "--no-defaults", *options))
 
 
-@dataclass(eq=False)
-class MariadbServer:
+class MariadbServer(ServerProcess):
     """One MariaDB or MySQL server with its directory; made by :meth:`create`."""
 
-    directory: Path
-    port: int
-    account: Account
-    settings: Mapping[str, str]
-    programs: Programs
-    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-    _guard: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    name = "MariaDB"
+
+    def __init__(
+        self, directory: Path, port: int, account: Account, settings: Mapping[str, str], programs: Programs
+    ) -> None:
+        super().__init__(directory, port, account)
+        self.settings = settings
+        self.programs = programs
 
     @classmethod
     def create(
@@ -98,29 +82,14 @@ class MariadbServer:
         :raises ServerError: when the binaries are missing, or do not run here.
         """
         programs = programs or Programs.mariadb()
-        directory = directory.resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            raise ServerError(f"{directory} is not empty.", "Choose a directory that is new or empty.")
-        account = Account.choose()
-        account.own(directory)
-        if not account.can_enter(directory) or len(str(directory)) > _SOCKET_LENGTH:
-            raise ServerError(
-                f"{directory} cannot be reached by the user as whom MariaDB must run, or is too long for a socket.",
-                "Choose a directory whose parents are open to all users, for instance directly below /tmp.",
-            )
+        directory, account = claim_directory(directory, cls.name)
+        if len(str(directory)) > _SOCKET_LENGTH:
+            raise ServerError(f"{directory} is too long for a socket.", "Choose a directory directly below /tmp.")
         server = cls(directory, find_free_port(), account, settings or {}, programs)
         server.scratch.mkdir()
         account.own(server.scratch)
-        done = subprocess.run(
-            [*programs.install, f"--datadir={server.data_directory}"],
-            cwd=directory,
-            env=server.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            **account.popen_arguments(),
-        )
+        install = [*programs.install, f"--datadir={server.data_directory}"]
+        done = run_as(account, install, directory, server.environment)
         if done.returncode != 0:
             raise ServerError(
                 f"{Path(programs.install[0]).name} failed with exit code {done.returncode}:\n"
@@ -130,29 +99,14 @@ class MariadbServer:
         return server
 
     @property
-    def data_directory(self) -> Path:
-        """Where the server keeps its data."""
-        return self.directory / "data"
-
-    @property
     def scratch(self) -> Path:
         """Where the server's temporary files are: one that starts removes those of all others in the same place."""
         return self.directory / "tmp"
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Of the server's processes."""
+    def environment(self) -> Mapping[str, str]:
+        """Ours, with a place for temporary files."""
         return {**os.environ, "TMPDIR": str(self.scratch)}
-
-    @property
-    def log_file(self) -> Path:
-        """Where the server's log goes."""
-        return self.directory / "server.log"
-
-    @property
-    def running(self) -> bool:
-        """Whether the server's process is alive."""
-        return self._process is not None and self._process.poll() is None
 
     @property
     def dsn(self) -> str:
@@ -163,102 +117,31 @@ class MariadbServer:
         """A session of the administrator, which commits every statement."""
         return pymysql.connect(host="127.0.0.1", port=self.port, user="root", autocommit=True, charset="utf8mb4")
 
-    def start(self) -> None:
-        """Start the server and wait until it answers; a running server is left alone."""
-        if self.running:
-            return
-        with self.log_file.open("ab") as log:
-            process = subprocess.Popen(
-                [
-                    *self.programs.serve,
-                    f"--datadir={self.data_directory}",
-                    "--bind-address=127.0.0.1",
-                    f"--port={self.port}",
-                    f"--socket={self.directory / 's'}",
-                    f"--pid-file={self.directory / 'pid'}",
-                    *(f"--{name}={value}" for name, value in self.settings.items()),
-                ],
-                cwd=self.directory,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                **self.account.popen_arguments(),
-            )
-        self._process = process
-        self._guard = start_guard(process.pid, signals=("TERM", "KILL"))
-        atexit.register(self.kill)
-        try:
-            self._await_start(process)
-            self._check_identity()
-        except BaseException:
-            self.kill()
-            raise
+    def command(self) -> Sequence[str]:
+        """See :meth:`.ServerProcess.command`."""
+        return [
+            *self.programs.serve,
+            f"--datadir={self.data_directory}",
+            "--bind-address=127.0.0.1",
+            f"--port={self.port}",
+            f"--socket={self.directory / 's'}",
+            f"--pid-file={self.directory / 'pid'}",
+            *(f"--{name}={value}" for name, value in self.settings.items()),
+        ]
 
-    def stop(self) -> None:
-        """Stop the server; one that does not stop in time is killed."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
-        self.kill()
-
-    def restart(self, mode: Literal["stop", "kill"] = "stop") -> None:
-        """Stop or kill, and start on the same port and data."""
-        self.stop() if mode == "stop" else self.kill()
-        self.start()
-
-    def kill(self) -> None:
-        """Kill the server, as a crash of the machine's would; it is one process."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        end_guard(self._guard)
-        self._guard = None
-        self._process = None
-        atexit.unregister(self.kill)
-
-    def remove(self) -> None:
-        """Kill the server and delete its directory."""
-        self.kill()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-
-    def _await_start(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the first successful login; the server may be recovering from a crash."""
+    def probe(self) -> Callable[[], bool]:
+        """See :meth:`.ServerProcess.probe`; it answers when a login succeeds."""
 
         def answers() -> bool:
-            if process.poll() is not None:
-                raise self._start_failure(f"exited with code {process.returncode}")
             with contextlib.suppress(pymysql.OperationalError):
                 self.connect().close()
                 return True
             return False
 
-        if not await_condition(answers, START_SECONDS):
-            raise self._start_failure(f"did not answer within {START_SECONDS:.0f} seconds")
+        return answers
 
-    def _start_failure(self, what: str) -> ServerError:
-        lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.exists() else []
-        tail = re.sub(r"(?m)^", "  ", "\n".join(lines[-LOG_TAIL_LINES:]))
-        return ServerError(
-            f"MariaDB in {self.directory} {what}. The end of its log:\n{tail}",
-            "Correct what the log names: a setting, a port that is taken, a full disk.",
-        )
-
-    def _check_identity(self) -> None:
-        """Make sure that who answers is this server, before anybody creates or drops anything."""
+    def check_identity(self) -> None:
+        """See :meth:`.ServerProcess.check_identity`."""
         with contextlib.closing(self.connect()) as connection, connection.cursor() as cursor:
             cursor.execute("SELECT @@datadir")
             (answered,) = cursor.fetchone() or ("",)

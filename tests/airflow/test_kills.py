@@ -28,7 +28,7 @@ DAGS = """
 from datetime import timedelta
 from pathlib import Path
 from airflow.sdk import DAG
-from airflow_cdc_provider.engine import lookout
+from airflow_cdc_provider.engine.state import job_watch
 from airflow_cdc_provider.operators.pipeline import CdcProvisionOperator
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
@@ -38,8 +38,8 @@ EPOCH = "{{ ti.xcom_pull(task_ids='provision')['epoch'] }}"
 
 # Tasks that wait in a worker look from where this file has been imported; while a driver hangs they do not bear its
 # silence for five minutes.
-stated = lookout.patience
-lookout.patience = lambda submission, beat: 15.0 if beat and Path("HANGS").exists() else stated(submission, beat)
+stated = job_watch.patience
+job_watch.patience = lambda submission, beat: 15.0 if beat and Path("HANGS").exists() else stated(submission, beat)
 
 for deferrable in (True, False):
     with DAG(

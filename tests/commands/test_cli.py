@@ -24,7 +24,8 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.run import sink_of
 from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
 from airflow_cdc_provider.engine.state.history import read_history
-from local_servers.postgres import PostgresServer, find_free_port
+from local_servers.postgres import PostgresServer
+from local_servers.process import find_free_port
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.support.pipelines import PipelineUnderTest, execute, query_rows
 from tests.support.scrape import scrape

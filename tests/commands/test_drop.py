@@ -9,7 +9,7 @@ import pytest
 
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.runs.run import sink_of
-from local_servers.postgres import find_free_port
+from local_servers.process import find_free_port
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 

@@ -17,7 +17,8 @@ import pytest
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from demo import shop
 from local_servers import postgres
-from local_servers.postgres import Account, PostgresServer, ServerError, find_binaries, find_free_port, start_guard
+from local_servers.postgres import PostgresServer, find_binaries
+from local_servers.process import Account, ServerError, find_free_port, start_guard
 from tests.conftest import Databases, ServerMaker
 
 
@@ -118,7 +119,7 @@ def test_another_server_on_the_port_is_noticed(source_server: PostgresServer, se
     server.port = source_server.port
 
     with pytest.raises(ServerError, match="has its data in"):
-        server._check_identity()
+        server.check_identity()
 
     server.remove()
 
@@ -159,7 +160,7 @@ def test_a_closed_directory_is_refused_for_data_and_copied_for_binaries(server_d
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_plain_user_runs_a_server_as_himself(server_directory: Path) -> None:
     account = Account.choose()
-    packages = [Path(postgres.__file__).parents[2], Path(psycopg.__file__).parents[1]]
+    packages = [Path(postgres.__file__).parents[1], Path(psycopg.__file__).parents[1]]
     interpreters = [Path(sys.executable), Path(f"/usr/bin/python3.{sys.version_info.minor}")]
     open_to_all = [each for each in interpreters if each.exists() and account.can_enter(each.resolve().parent)]
     if not open_to_all or not all(map(account.can_enter, packages)):

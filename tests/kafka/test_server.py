@@ -24,7 +24,7 @@ from confluent_kafka.admin import (
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.kafka import KafkaServer, Login
-from local_servers.postgres import ServerError
+from local_servers.process import ServerError
 from tests.support.kafka_server import SECONDS, committed, create_topic, make_broker, properties, transactional
 
 pytestmark = pytest.mark.slow

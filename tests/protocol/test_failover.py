@@ -29,7 +29,8 @@ from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import S
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
-from local_servers.postgres import PostgresServer, find_free_port
+from local_servers.postgres import PostgresServer
+from local_servers.process import find_free_port
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, assert_healed, carry_out, content, refused
 from tests.support.pipelines import (

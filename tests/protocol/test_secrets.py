@@ -22,7 +22,8 @@ import pytest
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import without_password
-from local_servers.postgres import PostgresServer, find_free_port
+from local_servers.postgres import PostgresServer
+from local_servers.process import find_free_port
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker, create_database
 from tests.support.airflow_support import connection_json
 from tests.support.pipelines import SECONDS, PipelineUnderTest, execute

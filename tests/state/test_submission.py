@@ -316,8 +316,8 @@ def test_a_stop_is_waited_for(state: State) -> None:
 # Runs the heart of a job whose unit does not end.
 _STUCK = """
 import sys
-from airflow_cdc_provider.engine import run
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs import run
 run._BEAT_SECONDS, run.KILL_SECONDS = 0.1, 0.3
 pipeline = Pipeline.load(sys.argv[1])
 run.Run(pipeline, run.State(pipeline.state), "stream", 7).keep_beating()

@@ -19,7 +19,7 @@ import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.jars import HOME
-from local_servers.postgres import end_guard, find_free_port, start_guard
+from local_servers.process import end_guard, find_free_port, start_guard
 
 ARTIFACT = "io.apicurio:apicurio-registry-app:3.0.9:tar.gz:all"
 SHA256 = "2b28181501a20cbf6efcd77f9b7153908fc01f3d3a7c32024c0bd9e1b04c8a43"

@@ -18,7 +18,7 @@ import pyspark
 import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from local_servers.postgres import end_guard, find_free_port, start_guard
+from local_servers.process import end_guard, find_free_port, start_guard
 from tests.support.class_archive import JVM_OPTIONS
 
 PACKAGE = "airflow_cdc_provider"

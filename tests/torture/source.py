@@ -9,7 +9,8 @@ from pathlib import Path
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.timeline import parse_history
-from local_servers.postgres import PostgresServer, find_free_port
+from local_servers.postgres import PostgresServer
+from local_servers.process import find_free_port
 from tests.conftest import create_roles
 from tests.support.pipelines import execute, query_rows
 

@@ -124,7 +124,7 @@ def test_a_refused_login_is_not_tried_again(mariadb: MariadbServer, login: str) 
 
 
 def test_a_server_that_is_away_is_named_without_the_password(databases: Databases, tmp_path: Path) -> None:
-    from local_servers.postgres import find_free_port
+    from local_servers.process import find_free_port
 
     dead = MariadbServer(tmp_path, find_free_port(), None, {}, Programs((), ()))  # type: ignore[arg-type]
     pipeline = MysqlPipeline(tmp_path, databases, dead, ["public.t"])

@@ -282,7 +282,8 @@ def test_staging_that_a_crash_emptied_is_noticed(make_server: ServerMaker) -> No
     server = make_server()
     begun = begin(PostgresStore(server.dsn()), "mirror")
     unit = [begun.piece(upsert("1", "a", "1.00"))]
-    server.restart("immediate")
+    server.stop("immediate")
+    server.start()
     with pytest.raises(StagingLost):
         begun.sink.commit(begun.epoch, 100, 200, unit)
     assert begun.rows() == []
