@@ -32,7 +32,7 @@ class CdcPreflightOperator(CdcOperator):
         """Run the checks and list them in the log; returns the findings, or fails with all that stands in the way."""
         from airflow_cdc_provider.engine.commands import findings_dict
         from airflow_cdc_provider.engine.commands.attention import noting_errors
-        from airflow_cdc_provider.engine.commands.preflight import preflight_whole
+        from airflow_cdc_provider.engine.commands.checks import preflight_whole
         from airflow_cdc_provider.engine.core.findings import combined
 
         with airflow_failures(self.pipeline, "preflight"):

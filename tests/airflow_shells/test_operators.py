@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 import zipfile
 from collections.abc import Callable
@@ -13,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.airflow_support import connection_json, install_commands, write_pipeline
+from tests.support.airflow_support import connection_json, write_pipeline
 
 # isort: split
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
+from airflow_cdc_provider.engine import commands as engine_commands
 from airflow_cdc_provider.engine.core.errors import (
     ConnectionFailed,
     GateClosed,
@@ -45,12 +45,12 @@ Commands = Callable[..., Any]
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     """Puts functions in the place of the engine's commands during the test."""
-    import airflow_cdc_provider.engine as engine
 
-    name = "airflow_cdc_provider.engine.commands"
-    monkeypatch.setitem(sys.modules, name, sys.modules.get(name, SimpleNamespace()))
-    monkeypatch.setattr(engine, "commands", None, raising=False)
-    return install_commands
+    def install(**functions: Callable[..., Any]) -> None:
+        for name, function in functions.items():
+            monkeypatch.setattr(engine_commands, name, function)
+
+    return install
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def fail_with(error: Exception) -> Callable[..., Any]:
 
 
 def preflight_finds(monkeypatch: pytest.MonkeyPatch, *found: Finding) -> None:
-    monkeypatch.setattr("airflow_cdc_provider.engine.commands.preflight.preflight", lambda pipeline: found)
+    monkeypatch.setattr("airflow_cdc_provider.engine.commands.checks.preflight", lambda pipeline: found)
 
 
 def logged(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.core.findings import Finding
 from local_servers.postgres import PostgresServer

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import LimitExceeded
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import pack
 from tests.conftest import Databases

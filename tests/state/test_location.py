@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands import cli
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, StateDamaged, StateUnwritable
 from airflow_cdc_provider.engine.pipeline.pipeline import NAME
 from airflow_cdc_provider.engine.runs.record_copy import read_grid

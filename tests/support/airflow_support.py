@@ -1,8 +1,4 @@
-"""An Airflow of the tests' own. Import this before anything of Airflow, which reads its home at import.
-
-Also a stand-in for the engine's commands, so that the shells around them can be
-tested for what they make of every answer.
-"""
+"""An Airflow of the tests' own. Import this before anything of Airflow, which reads its home at import."""
 
 from __future__ import annotations
 
@@ -13,10 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 HOME_VARIABLE = "AIRFLOW_CDC_TEST_HOME"
@@ -33,40 +27,6 @@ if HOME_VARIABLE not in os.environ:  # a process started by a test keeps what th
     }
 
 ROOT = Path(__file__).parents[2]
-
-STATUS: Mapping[str, Any] = {
-    "pipeline": "shop",
-    "state": "streaming",
-    "epoch": 7,
-    "consistent": True,
-    "applied_lsn": "0/16B3748",
-    "lag_bytes": 3_250_000,
-    "lag_seconds": 2.44,
-    "slot": {
-        "restart_lsn": "0/16B0000",
-        "confirmed_flush_lsn": "0/16B3748",
-        "retained_bytes": 67_108_864,
-        "wal_status": "reserved",
-        "active": True,
-    },
-    "tables": [
-        {"table": "public.orders", "chunks": 8, "finished": 3},
-        {"table": "public.customers", "chunks": 4, "finished": 4},
-    ],
-    "last_error": None,
-}
-
-
-def install_commands(**functions: Callable[..., Any]) -> ModuleType:
-    """Put a module in the place of the engine's commands, for as long as the process lives."""
-    import airflow_cdc_provider.engine
-
-    module = ModuleType("airflow_cdc_provider.engine.commands")
-    module.status = lambda pipeline: dict(STATUS)  # type: ignore[attr-defined]
-    vars(module).update(functions)
-    sys.modules[module.__name__] = module
-    airflow_cdc_provider.engine.commands = module  # type: ignore[attr-defined]
-    return module
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.attention import NEEDED, noting_errors
-from airflow_cdc_provider.engine.commands.preflight import preflight, preflight_on
+from airflow_cdc_provider.engine.commands.checks import preflight, preflight_on
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ExitCode, hide_values
 from airflow_cdc_provider.engine.core.findings import Finding, require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline

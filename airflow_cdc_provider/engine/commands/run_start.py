@@ -32,6 +32,16 @@ from airflow_cdc_provider.engine.state.location import refuse_others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+from typing import TYPE_CHECKING
+
+from airflow_cdc_provider.engine.runs.run import (
+    record_if_any,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from airflow_cdc_provider.engine.runs.run import Run
 
 
 @contextmanager
@@ -143,3 +153,8 @@ def _require_stream(pipeline: Pipeline, spark: SparkSession) -> None:
 def _named(run: Run, spark: SparkSession) -> Run:
     run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
     return run
+
+
+def refuse_second(pipeline: Pipeline, takeover: bool) -> None:
+    record = record_if_any(pipeline)
+    refuse_second_writer(State(pipeline.state), record.epoch if record else 0, None, takeover)

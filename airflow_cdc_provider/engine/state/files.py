@@ -26,6 +26,9 @@ import fsspec
 
 from airflow_cdc_provider.engine.core.errors import StateDamaged, StateUnwritable
 from airflow_cdc_provider.engine.core.typed_json import as_shape, as_type
+from airflow_cdc_provider.engine.runs.run import (
+    STREAM,
+)
 from airflow_cdc_provider.engine.state.private_files import make_folder, open_file
 
 T = TypeVar("T")
@@ -403,3 +406,7 @@ def _started(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def is_streaming(state: State) -> bool:
+    return any(beat.alive and beat.part == STREAM for beat in read_heartbeats(state))

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import Failpoint, UncapturableTable
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from tests.conftest import Databases

@@ -15,7 +15,7 @@ import pytest
 import requests
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, Failpoint, MissingPrivilege
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.lake import hdfs as hdfs_module

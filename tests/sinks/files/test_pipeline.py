@@ -10,7 +10,7 @@ import duckdb
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.conftest import Databases

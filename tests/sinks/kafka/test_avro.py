@@ -15,7 +15,7 @@ from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import CannotFollow
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.state import requests

@@ -19,7 +19,7 @@ from confluent_kafka.admin import (
 )
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege
 from local_servers.kafka import KafkaServer, Login
 from tests.conftest import Databases

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, LoginRefused, Retry
 from airflow_cdc_provider.engine.core.findings import Finding
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import Refused
 from airflow_cdc_provider.engine.core.findings import Finding
 from tests.conftest import Databases

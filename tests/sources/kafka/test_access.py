@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AclOperation, ResourceType
 
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from tests.conftest import Databases

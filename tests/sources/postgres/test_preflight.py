@@ -11,7 +11,7 @@ from urllib.parse import quote
 import psycopg2
 import pytest
 
-from airflow_cdc_provider.engine.commands.preflight import preflight
+from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ConfigError,

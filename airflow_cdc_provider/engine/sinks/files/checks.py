@@ -8,7 +8,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import SparkUnusable
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.kafka.addresses import Properties, readable_logins

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline

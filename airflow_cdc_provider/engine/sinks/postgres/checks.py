@@ -12,7 +12,7 @@ from functools import partial
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.commands.preflight import target_name
+from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     ForeignTable,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.commands.preflight import (
+from airflow_cdc_provider.engine.commands.checks import (
     changelog_names,
     check_beside_source,
     check_continuation,

@@ -16,7 +16,7 @@ from typing import Any
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.commands import preflight as checks
+from airflow_cdc_provider.engine.commands import checks
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline

@@ -23,7 +23,7 @@ import psycopg2
 import pyarrow as pa
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.commands.preflight import changelog_names, target_name
+from airflow_cdc_provider.engine.commands.checks import changelog_names, target_name
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     GateClosed,

@@ -33,7 +33,7 @@ from airflow_cdc_provider.engine.changes.schema_change import (
     has_other_keys,
     has_silent_identity,
 )
-from airflow_cdc_provider.engine.commands.preflight import changelog_names
+from airflow_cdc_provider.engine.commands.checks import changelog_names
 from airflow_cdc_provider.engine.core.errors import Blocked, CannotFollow, CdcError, ConfigError, StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn

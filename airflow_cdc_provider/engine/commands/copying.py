@@ -1,0 +1,76 @@
+"""``snapshot``: chunks are copied until all are finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from airflow_cdc_provider.engine.commands.report import Report, silent
+from airflow_cdc_provider.engine.commands.run_start import run_with_spark
+from airflow_cdc_provider.engine.core.chunk_ranges import Range, part_of
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
+from airflow_cdc_provider.engine.runs.run import (
+    existing_record,
+    run_part,
+)
+from airflow_cdc_provider.engine.sinks.contract import Record
+
+
+def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
+    """The chunks that have not been committed, with their bounds as humans read them."""
+    chunks = ((c, c.shown_bounds) for c in existing_record(pipeline).unfinished)
+    return [{"table": c.table, "index": c.index, "lower": lower, "upper": upper} for c, (lower, upper) in chunks]
+
+
+def snapshot(
+    pipeline: Pipeline,
+    *,
+    epoch: int | None = None,
+    chunks: Sequence[Range] | None = None,
+    takeover: bool = False,
+    report: Report = silent,
+) -> dict[str, Any]:
+    """Copy chunks until all are finished.
+
+    :param epoch: of the run that this is a part of; ``None`` for a run of its own.
+    :param chunks: only these; ``None`` for all.
+    """
+    from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import (
+        SnapshotProgress,
+        choose_chunks,
+        copy_chunks,
+    )
+    from airflow_cdc_provider.engine.spark.session import outliving
+
+    part, nothing = part_of(chunks), {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
+    if not choose_chunks(existing_record(pipeline), chunks):
+        with run_part(pipeline, part, epoch, takeover):
+            return nothing
+    with run_with_spark(pipeline, part, epoch, takeover) as (run, record, spark):
+        chosen = choose_chunks(record, chunks)
+        ours = frozenset(chosen)
+        if not chosen:
+            return nothing
+        write_ledger(pipeline, run.state, record)
+        done = SnapshotProgress(len(chosen))
+
+        def attempt(record: Record) -> None:
+            nonlocal done
+            copied = [c for c in record.chunks if c.chunk in ours and c.watermark is not None]
+            finished = frozenset((c.chunk.table, c.chunk.index) for c in copied)
+            before = done = SnapshotProgress(len(chosen), finished, sum(c.rows for c in copied), done.seconds)
+
+            def tell(progress: SnapshotProgress) -> None:
+                nonlocal done
+                done = before.plus(progress)
+                run.progress = done.as_dict()
+                report("snapshot", run.progress)
+
+            with outliving(spark, lambda: run.stopping):
+                copy_chunks(spark, run, record, choose_chunks(record, chunks), tell)
+
+        keep_trying(run, record, attempt)
+        write_ledger(pipeline, run.state, existing_record(pipeline))
+        return {name: done.as_dict()[name] for name in ("chunks", "finished", "rows", "seconds", "rows_per_second")}

@@ -1,0 +1,92 @@
+"""Commands that check, stop, tidy and remove a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from airflow_cdc_provider.engine.commands import checks
+from airflow_cdc_provider.engine.commands.attention import (
+    noting_errors,
+)
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.findings import Finding, require
+from airflow_cdc_provider.engine.pipeline.kinds import Maintained
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.run import (
+    request_stop,
+)
+from airflow_cdc_provider.engine.sources.postgres.provision import removal
+from airflow_cdc_provider.engine.state.files import State
+
+
+def preflight(pipeline: Pipeline) -> dict[str, Any]:
+    """Check everything, change nothing.
+
+    :raises CdcError: the first finding that stands in the way.
+    """
+    with noting_errors(pipeline, "preflight"):
+        findings = checks.preflight(pipeline)
+        require(findings)
+    return {"findings": [findings_dict(finding) for finding in findings]}
+
+
+def findings_dict(finding: Finding) -> dict[str, Any]:
+    """A finding as JSON values."""
+    solution = {"solution": finding.error.solution} if finding.error else {}
+    return {
+        "check": finding.check,
+        "ok": finding.ok,
+        "warning": finding.warning,
+        "message": finding.message,
+        **solution,
+    }
+
+
+def stop(pipeline: Pipeline) -> dict[str, Any]:
+    """Ask the running job to end after its current unit."""
+    return {"asked": request_stop(State(pipeline.state))}
+
+
+def skip(
+    pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[tuple[int, int]], *, takeover: bool = False
+) -> dict[str, Any]:
+    """Pass over messages of a topic that stop the pipeline; the sinks' records note them.
+
+    :param offsets: ranges, of which the first and the last one are included.
+    :raises ConfigError: when the pipeline reads tables, or a message has been read or is not there.
+    """
+    if pipeline.topics is None:
+        raise ConfigError(
+            f"skip passes over messages of topics, and pipeline {pipeline.name!r} reads tables",
+            "To go on without a change of the log, run `airflow-cdc resnapshot --all`.",
+        )
+    from airflow_cdc_provider.engine.sources.kafka import provisioning as topics
+    from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip
+
+    skips = [Skip(topic, partition, first, last, "passed over by hand") for first, last in offsets]
+    record = topics.skip(pipeline, skips, takeover)
+    return {"epoch": record.epoch, "skipped": record.identity["skipped"]}
+
+
+def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, Any]:
+    """Tidy the stores of those sinks that need it; the pipeline's jobs may go on meanwhile.
+
+    :param retention: seconds that replaced files stay, for readers; each store's own by default.
+    """
+    with noting_errors(pipeline, "maintain", ends_run=False):
+        return {
+            "sinks": [
+                {"sink": sink.place, "done": list(sink.maintain(pipeline.name, retention))}
+                for sink in pipeline.sinks
+                if isinstance(sink, Maintained)
+            ]
+        }
+
+
+def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = False) -> dict[str, Any]:
+    """Remove slot, publication, state, sink record and staging; never target tables.
+
+    :param source_gone: go on if the source cannot be reached; ``left`` has the SQL that removes what is left there.
+    """
+    return {"dropped": pipeline.name, "left": removal.remove(pipeline, takeover, source_gone)}

@@ -1,0 +1,150 @@
+"""``status``: where a pipeline is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from airflow_cdc_provider.engine.commands.attention import (
+    NEEDED,
+    STARTING,
+    source_trouble,
+    starting,
+    trouble_in_state,
+)
+from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed
+from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected
+from airflow_cdc_provider.engine.runs.run import (
+    STREAM,
+    budget_of,
+    last_error,
+    sink_of,
+)
+from airflow_cdc_provider.engine.sinks.all_records import merged
+from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.sources.postgres.provision import slot
+from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
+from airflow_cdc_provider.engine.state.files import Heartbeat, State, read_heartbeats
+
+
+def status(pipeline: Pipeline) -> dict[str, Any]:
+    """Where the pipeline is. While a job lives, a server that cannot be reached is a part of the answer.
+
+    :raises ConnectionFailed: when a server cannot be reached and no job lives.
+    """
+    state = State(pipeline.state)
+    all_beats = read_heartbeats(state)
+    beats = [beat for beat in all_beats if beat.alive]
+    unreachable: dict[str, Any] = {}
+    record: Record | None = None
+    records: dict[str, Record | None] = {}
+    found: slot.SlotState | None = None
+    lag_bytes = lag_seconds = None
+    for branch in pipeline.branches:
+        place = branch.sink.place
+        try:
+            records[place] = sink_of(branch).record()
+        except ConnectionFailed as e:
+            unreachable["sink" if len(pipeline.sinks) == 1 else f"sink {place}"] = e
+    known = [record for record in records.values() if record is not None]
+    if len(known) == len(pipeline.sinks):
+        record = merged(known)
+    topics: dict[str, Any] = {}
+    trouble: CdcError | None = None
+    try:
+        if pipeline.topics is not None:
+            topics = _topics_status(pipeline, record)
+            trouble = None if beats else source_trouble(pipeline, None, known)
+        else:
+            with connected(pipeline.source.dsn) as source:
+                found = slot.read_slot(source, pipeline.source.slot)
+                if record is not None:
+                    lag_bytes, lag_seconds = lag_of(source, record)
+                trouble = None if beats else source_trouble(pipeline, source, known)  # a job passes the gate itself
+    except ConnectionFailed as e:
+        unreachable["source"] = e
+    if unreachable and not beats:
+        raise next(iter(unreachable.values()))
+    if lag_seconds is not None:  # a live stream knows whether there is anything to apply
+        told = (beat.progress.get("lag_seconds") for beat in beats if beat.part == STREAM)
+        lag_seconds = next((seconds for seconds in told if seconds is not None), lag_seconds)
+    converting = converting_sinks(pipeline)
+    restart = next((beat.progress["restart"] for beat in beats if "restart" in beat.progress), None)
+    error = restart["error"] if restart else last_error(state)
+    attention = trouble.as_dict() if trouble is not None else trouble_in_state(state, all_beats)
+    condition = _condition(record, beats, restart, bool(starting(state, all_beats)), attention is not None)
+    return {
+        "pipeline": pipeline.name,
+        "state": condition,
+        "attention": attention if condition == NEEDED else None,
+        "epoch": record.epoch if record else next((beat.epoch for beat in beats), None),
+        "consistent": record.consistent if record else False,
+        "applied_lsn": format_lsn(record.applied) if record else None,
+        "lag_bytes": lag_bytes,
+        "lag_seconds": lag_seconds,
+        "slot": found.as_dict() | {"budget": _budget(pipeline, found)} if found else None,
+        "sinks": [
+            {
+                "sink": place,
+                "applied_lsn": format_lsn(each.applied) if each else None,
+                "consistent": each.consistent if each else False,
+                "converts": place in converting,
+            }
+            for place, each in records.items()
+        ],
+        "tables": _tables(record, beats) if record else [],
+        "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
+        "restart": restart,
+        "waiting": next((beat.progress["waiting"] for beat in beats if "waiting" in beat.progress), None),
+        "unreachable": {server: e.message for server, e in unreachable.items()},
+        "last_error": error,
+        **topics,
+    }
+
+
+_READ: dict[str, Any] = {"offsets": {}, "skipped": []}
+"""What a commit record says of topics, with what it says when there is none."""
+
+
+def _topics_status(pipeline: Pipeline, record: Record | None) -> dict[str, Any]:
+    from airflow_cdc_provider.engine.sources.kafka.gate import lag_of
+
+    read = {name: record.identity.get(name, default) if record else default for name, default in _READ.items()}
+    return {**read, **lag_of(pipeline, record)}
+
+
+def _tables(record: Record, beats: Sequence[Heartbeat]) -> list[dict[str, Any]]:
+    ranges = [c for c in record.chunks if c.keys is None]
+    planned = {(c.chunk.table, c.chunk.index): (c.watermark is not None, c.rows) for c in ranges}
+    return chunk_grid(planned, [beat for beat in beats if beat.epoch >= record.epoch])
+
+
+def _budget(pipeline: Pipeline, found: slot.SlotState) -> dict[str, Any]:
+    budget = budget_of(pipeline)
+    return {"max_retained_bytes": budget.limit, "action": budget.action, "level": budget.level(found.retained)}
+
+
+def _condition(
+    record: Record | None, beats: Sequence[Heartbeat], restart: dict[str, Any] | None, begins: bool, trouble: bool
+) -> str:
+    if restart:
+        return "restarting"
+    if beats:
+        return "streaming" if STREAM in [beat.part for beat in beats] else "snapshotting"
+    if begins:
+        return STARTING
+    if trouble:
+        return NEEDED
+    return "new" if record is None else "stopped"
+
+
+def lag_of(source: Connection, record: Record) -> tuple[int, float]:
+    return record.lag(slot.flushed(source), time.time())
+
+
+def converting_sinks(pipeline: Pipeline) -> list[str]:
+    """The sinks whose target tables need not keep the source's values, since the file says so."""
+    return [sink.place for sink in pipeline.sinks if getattr(sink, "types", "keep") == "convert"]

@@ -1,0 +1,114 @@
+"""``resnapshot``: tables are read again, or everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from airflow_cdc_provider.engine.commands import checks
+from airflow_cdc_provider.engine.commands.attention import (
+    noting_errors,
+)
+from airflow_cdc_provider.engine.commands.copying import snapshot
+from airflow_cdc_provider.engine.commands.report import Report, silent
+from airflow_cdc_provider.engine.commands.run_start import refuse_second, rehearse, spark_before
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.findings import require
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.run import (
+    PROVISION,
+    RESNAPSHOT,
+    existing_record,
+    run_part,
+)
+from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
+from airflow_cdc_provider.engine.sources.postgres.reading import reread
+from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import PATIENCE_SECONDS, Barriers
+from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.state.files import State, is_streaming
+
+
+def resnapshot(
+    pipeline: Pipeline,
+    *,
+    tables: Sequence[str] = (),
+    everything: bool = False,
+    where: str | None = None,
+    takeover: bool = False,
+    request: str | None = None,
+    report: Report = silent,
+) -> dict[str, Any]:
+    """Read tables again, as they are defined now: the live stream does it between two units, or else this command.
+
+    A table that the file has gained joins the pipeline so.
+
+    :param everything: recreate publication and slot too, and read all tables: the repair for a lost slot.
+    :param where: read only rows that match on either side.
+    :param request: the name of the request that is left for a live stream, see :func:`.requests.new_name`.
+    :returns: either the name of the ``requested``, or the ``rows``, and how many of each of the ``tables``.
+    """
+    _refuse_topics(pipeline, "resnapshot")
+    if everything == bool(tables) or (everything and where):
+        raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
+    with noting_errors(pipeline, RESNAPSHOT, ends_run=everything):
+        return _resnapshot(pipeline, tables, everything, where, takeover, request, report)
+
+
+def _resnapshot(
+    pipeline: Pipeline,
+    tables: Sequence[str],
+    everything: bool,
+    where: str | None,
+    takeover: bool,
+    request: str | None,
+    report: Report,
+) -> dict[str, Any]:
+    if everything:
+        with spark_before(pipeline, RESNAPSHOT, RESNAPSHOT, lambda: refuse_second(pipeline, takeover)):
+            epoch = int(start_over(pipeline, takeover=takeover)["epoch"])
+            copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
+        read = {c.chunk.table: c.rows for c in existing_record(pipeline).chunks}
+        return {"requested": None, "rows": copied["rows"], "tables": read}
+    state, record = State(pipeline.state), existing_record(pipeline)
+    if not {target.table.label for target in record.targets}.issuperset(tables):
+        require(checks.preflight(pipeline))
+    for branch in pipeline.branches:
+        for label in tables:
+            reread.check(branch, existing_record(branch), label, where)
+    if is_streaming(state) and not takeover:
+        name = requests.request(pipeline, list(tables), where, request)
+        return {"requested": name, "rows": None, "tables": {}}
+    rehearse(pipeline, RESNAPSHOT, takeover)
+    with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
+        written: dict[str, int] = {}
+        for each in run.branches:
+            barriers = Barriers(PATIENCE_SECONDS)
+            for label in tables:
+                written[label] = max(written.get(label, 0), reread.read_again(each, label, barriers, where))
+    return {"requested": None, "rows": sum(written.values()), "tables": written}
+
+
+def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
+    """Recreate publication and slot, and plan all tables to be read again; a snapshot under the epoch reads them."""
+    _refuse_topics(pipeline, "resnapshot")
+    with noting_errors(pipeline, PROVISION):
+        epoch = provisioning.start_over(pipeline, takeover)
+    record = existing_record(pipeline)
+    return {
+        "epoch": epoch,
+        "tables": [target.table.label for target in record.targets],
+        "chunks": len(record.unfinished),
+    }
+
+
+def _refuse_topics(pipeline: Pipeline, command: str) -> None:
+    """Refuse what needs tables at the source.
+
+    :raises ConfigError: when the pipeline reads topics.
+    """
+    if pipeline.topics is not None:
+        raise ConfigError(
+            f"{command} reads tables of the source, and pipeline {pipeline.name!r} reads topics of Kafka",
+            "To read the topics again from their beginning, run `airflow-cdc drop`, empty or drop the target tables,"
+            " then `airflow-cdc run`.",
+        )

@@ -1,0 +1,61 @@
+"""``run``: provision, snapshot and stream, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow_cdc_provider.engine.commands import checks
+from airflow_cdc_provider.engine.commands.copying import snapshot
+from airflow_cdc_provider.engine.commands.following import stream
+from airflow_cdc_provider.engine.commands.provisioning import joining_tables, provision
+from airflow_cdc_provider.engine.commands.report import Report, silent
+from airflow_cdc_provider.engine.commands.run_start import refuse_second, spark_before
+from airflow_cdc_provider.engine.core.findings import require
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.run import (
+    PROVISION,
+    commit_record_of,
+    existing_record,
+)
+from airflow_cdc_provider.engine.sources.postgres.provision import removal, slot
+from airflow_cdc_provider.engine.state.files import State, is_streaming
+
+
+def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = silent) -> dict[str, Any]:
+    """Provision, snapshot, stream until caught up; with ``snapshot.mode: only``, remove the slot then."""
+    if pipeline.snapshot.mode == "only" and _finished_for_good(pipeline):
+        return {"snapshot": None, "stream": None}
+    with spark_before(pipeline, PROVISION, "run", lambda: _check_run(pipeline, takeover)):
+        return _run(pipeline, takeover, report)
+
+
+def _check_run(pipeline: Pipeline, takeover: bool) -> None:
+    """Check what :func:`run` is refused for, before Spark is started for it."""
+    require(checks.preflight(pipeline))
+    asks = pipeline.topics is None and not takeover and is_streaming(State(pipeline.state)) and joining_tables(pipeline)
+    if not asks:  # else tables that have joined are left to the stream
+        refuse_second(pipeline, takeover)
+
+
+def _run(pipeline: Pipeline, takeover: bool, report: Report) -> dict[str, Any]:
+    provisioned = provision(pipeline, takeover)
+    epoch = int(provisioned["epoch"])
+    copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
+    record = existing_record(pipeline)
+    if record.unfinished:  # asked to stop
+        return {"snapshot": copied, "stream": None}
+    streamed = stream(pipeline, until="caught-up", epoch=epoch, takeover=takeover, report=report)
+    if pipeline.snapshot.mode == "only" and streamed["caught_up"]:
+        with connected(pipeline.source.dsn, writes=True) as source:
+            removal.remove_slot(source, pipeline, record, State(pipeline.state))
+    return {"snapshot": copied, "stream": streamed}
+
+
+def _finished_for_good(pipeline: Pipeline) -> bool:
+    """Whether a copy without a stream is complete: consistent, and its slot removed."""
+    record = commit_record_of(pipeline).record()
+    if record is None or not record.consistent:
+        return False
+    with connected(pipeline.source.dsn) as source:
+        return slot.read_slot(source, record.identity["slot"]) is None
