@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 if TYPE_CHECKING:
     from airflow.providers.openlineage.extractors import OperatorLineage
 
-    from airflow_cdc_provider.engine.sinks.contract import Record, Target
+    from airflow_cdc_provider.engine.core.record import Record, Target
 
 
 @dataclass(frozen=True)

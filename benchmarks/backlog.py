@@ -11,7 +11,7 @@ from itertools import count
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.postgres.slots import emit_marker, read_slot
 from benchmarks.lab import Lab, execute, query
 from benchmarks.report import WrongResult, check
 from benchmarks.shapes import Shape

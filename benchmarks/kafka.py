@@ -28,11 +28,11 @@ from pyspark.sql import SparkSession
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
 from airflow_cdc_provider.engine.sources.kafka.stream_job import Goal, TopicJob
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks, copy_chunks
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.spark.session import spark_session

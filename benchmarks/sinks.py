@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from airflow_cdc_provider.engine.changes.effects import Effect
-from airflow_cdc_provider.engine.sinks.contract import Staged
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.sinks.files.row_format import writer
+from airflow_cdc_provider.engine.sinks.staged import Staged
 
 
 @dataclass(frozen=True)

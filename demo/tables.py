@@ -19,8 +19,8 @@ import psycopg
 
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.text_output import human_bytes
+from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from demo import shop
 from demo.dag_run import DagRun, verification_problems
 from demo.screen import Comparison, Moment, Screen, clock, comparison_table, facts, rate
@@ -200,7 +200,7 @@ class ShopRun(DagRun[ShopMoment]):
         live = self.some_time(LIVE_SECONDS)
         self._writers.stop()
         with connected(self.pipeline.source.dsn) as source:
-            marker = slot.emit_marker(source, "demo")
+            marker = slots.emit_marker(source, "demo")
         say(f"The writers have stopped; all they did lies before {format_lsn(marker)} in the log.")
         self.until(f"the copy to reach {format_lsn(marker)}", lambda moment: moment.applied >= marker)
         say("The copy has caught up.")

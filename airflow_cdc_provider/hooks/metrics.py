@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk.configuration import conf
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
+    from airflow_cdc_provider.engine.postgres.slots import Slots
 
 _PIPELINE_GAUGES = {
     "lag_bytes": "lag_bytes",

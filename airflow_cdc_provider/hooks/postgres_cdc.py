@@ -10,7 +10,7 @@ from airflow.sdk import BaseHook
 from airflow.sdk.exceptions import AirflowNotFoundException
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
-from airflow_cdc_provider.engine.core.section import connection_uri
+from airflow_cdc_provider.engine.core.section_values import connection_uri
 from airflow_cdc_provider.engine.pipeline.pipeline import Source
 
 if TYPE_CHECKING:

@@ -134,7 +134,7 @@ class CdcMaintainOperator(CdcOperator):
     def execute(self, context: Context) -> dict[str, Any]:
         """Maintain the sinks; returns what was done in each."""
         from airflow_cdc_provider.engine import commands
-        from airflow_cdc_provider.engine.core.section import as_seconds
+        from airflow_cdc_provider.engine.core.section_values import as_seconds
 
         try:
             retention = None if self.retention is None else as_seconds(self.retention)

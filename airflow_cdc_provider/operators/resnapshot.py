@@ -16,8 +16,8 @@ from airflow_cdc_provider.triggers.request import RequestTrigger
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from airflow_cdc_provider.engine.core.table import Table
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 ROWS = ("all", "time", "key", "where")
 

@@ -16,7 +16,7 @@ from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
+    from airflow_cdc_provider.engine.postgres.slots import Slots
 
 MEMORY = Asset("cdc_slot_guard")
 """Whose state keeps since when slots have been idle, as Postgres before 17 does not say."""
@@ -78,7 +78,7 @@ class CdcSlotGuardOperator(BaseOperator):
         from airflow_cdc_provider.engine.postgres.connection import connected
         from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
         from airflow_cdc_provider.engine.postgres.slot_health import Limits, break_circuit, inspect, read_holders
-        from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slots
+        from airflow_cdc_provider.engine.postgres.slots import read_slots
 
         with airflow_failures():
             limits = Limits(
@@ -137,7 +137,7 @@ class CdcSlotGuardOperator(BaseOperator):
 
 
 def _bytes(name: str, value: object) -> int:
-    from airflow_cdc_provider.engine.core.section import parse_bytes
+    from airflow_cdc_provider.engine.core.section_values import parse_bytes
 
     try:
         return parse_bytes(value)

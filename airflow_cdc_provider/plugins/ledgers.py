@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.state.files import Heartbeat, State
 
 CELLS = 240

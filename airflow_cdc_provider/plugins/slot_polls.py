@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError, Retry
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected, without_database
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots, SlotState, read_slots
+from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState, read_slots
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 
 POLL_SECONDS = 15.0

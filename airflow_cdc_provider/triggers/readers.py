@@ -10,10 +10,10 @@ from airflow_cdc_provider.hooks.metrics import SlotMetrics
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 
 if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.core.record import Record
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.postgres.connection import Connection
-    from airflow_cdc_provider.engine.sinks.contract import Record
-    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
+    from airflow_cdc_provider.engine.postgres.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SlotsReader:
 
         from airflow_cdc_provider.engine.postgres.connection import connect, describe
         from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
-        from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slots
+        from airflow_cdc_provider.engine.postgres.slots import read_slots
 
         try:
             if self._connection is None:

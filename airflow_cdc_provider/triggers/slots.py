@@ -18,9 +18,9 @@ from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, Tar
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.commands.wait_conditions import Expectation
+    from airflow_cdc_provider.engine.core.record import Record
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-    from airflow_cdc_provider.engine.sinks.contract import Record
-    from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots
+    from airflow_cdc_provider.engine.postgres.slots import Slots
 
 _LOG_SECONDS = 60.0
 _START_KEY = "slot_at_first_look"

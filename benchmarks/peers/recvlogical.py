@@ -7,7 +7,7 @@ import time
 
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slot
+from airflow_cdc_provider.engine.postgres.slots import read_slot
 from benchmarks.backlog import PUBLICATION, Backlog
 from benchmarks.report import check
 

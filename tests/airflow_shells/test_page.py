@@ -23,9 +23,9 @@ from fastapi.testclient import TestClient
 
 from airflow_cdc_provider import __version__
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.run import request_stop
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
 from airflow_cdc_provider.engine.state.history import extended

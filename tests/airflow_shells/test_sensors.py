@@ -24,10 +24,10 @@ from airflow.sdk.exceptions import AirflowFailException, AirflowSensorTimeout, A
 from airflow_cdc_provider.engine.commands.wait_conditions import Seen, expect
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.sinks.contract import Record
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots, SlotState, read_slots
+from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState, read_slots
 from airflow_cdc_provider.sensors.base import CdcSensor
 from airflow_cdc_provider.sensors.pipeline import CdcLagSensor, SnapshotFinishedSensor
 from airflow_cdc_provider.sensors.slot import SlotHealthySensor, SlotProgressSensor, SlotRetainedWalSensor

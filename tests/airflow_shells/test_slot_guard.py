@@ -18,7 +18,7 @@ from airflow.sdk.exceptions import AirflowFailException, ParamValidationError
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.slot_health import Holder, Limits, inspect
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots, SlotState
+from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState
 from airflow_cdc_provider.operators.slot_guard import MEMORY, CdcSlotGuardOperator
 from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker

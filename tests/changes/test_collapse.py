@@ -14,17 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from airflow_cdc_provider.engine.changes.snapshot_filter import (
-    Collapsed,
-    Visibility,
-    collapse,
-    keep,
-    split,
-    truncate_visibility,
-)
+from airflow_cdc_provider.engine.changes.collapse import Collapsed, collapse
+from airflow_cdc_provider.engine.changes.key_halves import split
+from airflow_cdc_provider.engine.changes.snapshot_filter import Visibility, keep, truncate_visibility
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
 
 Key = tuple[str | None, ...]
 Row = tuple[str | None, ...]

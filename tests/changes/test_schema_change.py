@@ -7,6 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from airflow_cdc_provider.engine.changes.redefinition import (
+    has_been_away,
+    has_other_keys,
+    has_silent_identity,
+    has_silent_key,
+    redefinition,
+)
 from airflow_cdc_provider.engine.changes.schema_change import (
     Adopt,
     Follow,
@@ -16,16 +23,11 @@ from airflow_cdc_provider.engine.changes.schema_change import (
     decide,
     first_misfit,
     fits,
-    has_been_away,
-    has_other_keys,
-    has_silent_identity,
-    has_silent_key,
-    redefinition,
 )
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 
 TYPES = {"int": (23, -1), "bigint": (20, -1), "text": (25, -1), "varchar(5)": (1043, 9), "varchar(9)": (1043, 13)}
 

@@ -19,11 +19,10 @@ from airflow_cdc_provider.engine.comparison.compare import TableResult
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.hash_sums import add_up, first_hash, hashes_of
 from airflow_cdc_provider.engine.comparison.side import Key
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
+from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import connected, rows
-from airflow_cdc_provider.engine.sinks.contract import Target
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import text_of
 from tests.comparison.test_compare import DAMAGES, TYPES_DDL, TYPES_ROWS, Session, found
 from tests.conftest import Databases
 

@@ -15,9 +15,9 @@ from psycopg import pq
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, LoginRefused, Retry, UnsafeSession
 from airflow_cdc_provider.engine.postgres.connection import connected, connection_failure, rows
+from airflow_cdc_provider.engine.postgres.replication import execute, open_replication
 from airflow_cdc_provider.engine.postgres.session_settings import REQUIRED
 from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import ArrowSession, CopySession
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import execute, open_replication
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases

@@ -26,10 +26,10 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, StreamFailed
 from airflow_cdc_provider.engine.postgres.connection import connect, connected, session_dsn
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.postgres.replication import open_replication
+from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import open_replication
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, SESSION_SETTINGS, Databases, create_database, create_roles
 from tests.support.airflow_support import connection_json

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from psycopg import sql
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_texts, to_typed
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
 from local_servers.postgres import PostgresServer
 
 SETTINGS = "SET datestyle = 'ISO'; SET timezone = 'UTC'; SET extra_float_digits = 3; SET bytea_output = 'hex'"

@@ -19,12 +19,13 @@ from psycopg import pq
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, GateClosed, StreamFailed
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres import replication
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.timeline import Switch, left_at, parse_history, read_history
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
@@ -254,7 +255,7 @@ def stream_through(
 ) -> list[CdcError]:
     """Stream as the job does, struck between the gate and the replication connection; return what its attempts met."""
     errors: list[CdcError] = []
-    open_replication = wal_reader.open_replication
+    open_replication = replication.open_replication
 
     def struck(dsn: str, application: str) -> pq.PGconn:
         if not errors:

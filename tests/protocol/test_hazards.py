@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import Blocked, GateClosed
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected, scalar, session_dsn
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning, slot
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
@@ -70,7 +71,7 @@ def naive_slot(dsn: str, publication: str, start: str = "0/0") -> Iterator[Calla
 
         def read() -> list[tuple[str | None, ...]]:
             with connected(dsn) as source:
-                marker = slot.emit_marker(source, "naive")
+                marker = slots.emit_marker(source, "naive")
             reader = WalReader(dsn, name, publication, parse_lsn(start))
             try:
                 end = reader.reach(marker)
@@ -111,7 +112,7 @@ def test_an_orphan_prepared_transaction_is_named_by_slot_and_barrier(make_pipeli
                 step()
             assert "ROLLBACK PREPARED" in blocked.value.solution
             assert "session" not in blocked.value.message.partition("waits for")[2]
-        assert slot.read_slot(source, names.slot) is None
+        assert slots.read_slot(source, names.slot) is None
     pipeline.source(f"COMMIT PREPARED '{pipeline.name}'")
     running(pipeline).assert_equal()
 

@@ -11,9 +11,9 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core import errors
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.chunk_ranges import plan_groups
 from airflow_cdc_provider.engine.core.errors import CdcError, StreamFailed, TargetConflict, ValueRefused
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from airflow_cdc_provider.engine.spark.session import defaults_on
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.hooks.keeper import failure_of

@@ -13,6 +13,7 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow
+from airflow_cdc_provider.engine.postgres import replication
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.run import existing_record, run_part
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
@@ -46,7 +47,7 @@ def play(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pla
             pipeline.source(*statements)
             pipeline.apply()
             return
-        open_replication, left = wal_reader.open_replication, list(statements)
+        open_replication, left = replication.open_replication, list(statements)
 
         def late(*arguments: str) -> object:
             pipeline.source(*left)

@@ -17,8 +17,8 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import range_condition
 from local_servers.postgres import PostgresServer

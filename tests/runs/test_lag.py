@@ -9,10 +9,10 @@ import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker
 from airflow_cdc_provider.engine.runs import lag as lag_module
 from airflow_cdc_provider.engine.runs.lag import Lag
 from airflow_cdc_provider.engine.runs.rate import Rate
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, emit_marker
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout, tell_idle
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.spark.local_sockets import meeting_place

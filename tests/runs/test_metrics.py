@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.chunk_ranges import Place, places, ranges
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.pipeline.pipeline import MetricsSettings
 from airflow_cdc_provider.engine.runs import metrics, run
 from airflow_cdc_provider.engine.runs.metrics import require_client, serving
 from airflow_cdc_provider.engine.runs.record_copy import read_grid
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from airflow_cdc_provider.engine.spark import session
-from airflow_cdc_provider.engine.state.chunk_progress import Place, chunk_grid, places, ranges
+from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
 from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State
 from airflow_cdc_provider.engine.state.history import read_history
 from tests.conftest import Databases

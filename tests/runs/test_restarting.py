@@ -20,10 +20,10 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.restart_strategy import Attempt, Failure, Restart
 from airflow_cdc_provider.engine.postgres.slot_budget import Action, Budget, BudgetWatch
+from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs import restarting
 from airflow_cdc_provider.engine.runs import run as run_module
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState
 from airflow_cdc_provider.engine.state.files import State, read_heartbeats
 from airflow_cdc_provider.engine.state.history import read_history
 

@@ -13,11 +13,11 @@ from psycopg import sql
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Fenced, SecondWriter
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
 from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat

@@ -20,10 +20,10 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ClockDiffers, Fenced, SecondWriter
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunk
 from airflow_cdc_provider.engine.state.files import (

@@ -20,7 +20,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import (
     Fenced,
     ForeignTable,
@@ -31,21 +32,11 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Mode, Record, Target, Watermark
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.contract import (
-    ChunkRecord,
-    CopiedChunk,
-    MissingValues,
-    Record,
-    Sink,
-    Staged,
-    StagedPiece,
-    Target,
-    Watermark,
-)
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, MissingValues, Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 
 TABLE = Table(

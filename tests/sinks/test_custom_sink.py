@@ -30,10 +30,11 @@ from airflow_cdc_provider.engine.core.errors import (
     StagingLost,
     TargetConflict,
 )
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.registry import sink_settings, sink_types
-from airflow_cdc_provider.engine.sinks.contract import Sink, Staged, Target
+from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sinks.staged import Staged
 from tests.conftest import Databases
 from tests.sinks.contract import (
     NEW,

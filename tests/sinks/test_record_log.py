@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, Failpoint, Fenced, GateClosed
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.lake import log as log_module
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN, Head, Log
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import Fenced, ProtocolError
-from airflow_cdc_provider.engine.sinks.contract import StagedPiece
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream import spark_source
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import PiecePartition, SlotStreamReader
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage

@@ -10,8 +10,8 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.run import existing_record
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
 from tests.support.delta_spark import delta_session
 from tests.support.pipelines import apply_stream, copy_chunk_of
 

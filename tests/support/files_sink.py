@@ -11,15 +11,16 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.core.record import Target, Watermark
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, StagedPiece
 
 ORIGIN = Origin("7", 1, 5)
 SOURCE = {"system": "7", "timeline": 1, "database": 5}

@@ -8,14 +8,14 @@ from typing import Any
 
 from confluent_kafka import Producer
 
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Received
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
-from airflow_cdc_provider.engine.sinks.contract import Staged, Target
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import text_of
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from airflow_cdc_provider.engine.sinks.kafka.staging_topic import CHUNKS, SUFFIX, UNITS, Blob
+from airflow_cdc_provider.engine.sinks.staged import Staged
 from tests.sinks.contract import SinkUnderTest
 
 INTERNAL = "__"

@@ -30,16 +30,16 @@ import pytest
 import yaml
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.slots import emit_marker, read_slot
 from airflow_cdc_provider.engine.runs.run import Run, existing_record, run_part
-from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker, read_slot
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from airflow_cdc_provider.engine.core.table import Column
 from tests.sinks.contract import IDENTITY, LABEL, NEW, OTHER, TABLE, TARGET, WHOLE, Begun
 
 COLUMN = Column("more", "text", 25, None, False, True, attnum=4)

@@ -25,11 +25,11 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.run import existing_record, run_part
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
 from airflow_cdc_provider.engine.state import requests
 from tests.support.pipelines import SECONDS, apply_stream, copy_chunk_of
 

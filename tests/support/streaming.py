@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
 from tests.support.pipelines import PipelineUnderTest, follow_log
 

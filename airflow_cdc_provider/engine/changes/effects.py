@@ -19,30 +19,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from airflow_cdc_provider.engine.changes.collapse import collapse
+from airflow_cdc_provider.engine.changes.key_halves import Halves, sent, split
 from airflow_cdc_provider.engine.changes.row_counts import count_rows
 from airflow_cdc_provider.engine.changes.schema_change import fits
-from airflow_cdc_provider.engine.changes.snapshot_filter import (
-    Halves,
-    Visibility,
-    collapse,
-    keep,
-    sent,
-    split,
-    truncate_visibility,
-)
+from airflow_cdc_provider.engine.changes.snapshot_filter import Visibility, keep, truncate_visibility
+from airflow_cdc_provider.engine.core.effect import COUNT, ERASED, MISSING, OLD_KIND, OP, UNCHANGED, Effect
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes
-
-COUNT = "count"
-ERASED = "erased"
-FRESH = "fresh"
-MISSING = "missing"
-OP = "op"
-UNCHANGED = "unchanged"
-OLD_KIND = "old_kind"
+from airflow_cdc_provider.engine.core.row_changes import Changes
+from airflow_cdc_provider.engine.core.table import Table
 
 AskChunks = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], NDArray[np.int64]]
+
+
 AskMembers = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], Sequence[tuple[int, int]]]
 
 
@@ -62,28 +51,6 @@ class TableFilter:
     def truncate(self, xid: int) -> Visibility:
         """Tell how much of the table was read after a truncate by a transaction."""
         return truncate_visibility(xid, self.snapshots, tuple(set(self.reread.values())))
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What a piece does to one table.
-
-    :param label: the source table.
-    :param truncate: the table is emptied first.
-    :param rows: in mirror mode one row a key: ``erased`` (bool), ``c0`` … the captured columns as text,
-        and where values were not sent ``missing`` (text, an int[] of column indices) and ``o0`` … the key
-        under which the sink has them. For a mirror without a key one row a distinct row: ``count``, the copies to
-        add or, if negative, to remove, and ``c0`` …. In changelog mode one row a change: ``op``, ``commit_lsn``,
-        ``seq``, ``xid``, ``commit_ts`` (microseconds since 1970), ``c0`` …, and where there are any ``unchanged``
-        (text, a text[] of names), ``old_kind`` and ``b0`` … the old row or key.
-    :param fresh: of a mirror with a key, True for each of the rows at whose key none stood before, as far as the log
-        tells: a hint, since a mirror may hold what the log does not know of. ``None`` where nothing is known.
-    """
-
-    label: str
-    truncate: bool
-    rows: pa.Table
-    fresh: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from airflow_cdc_provider.engine.changes.snapshot_filter import encode, sent
+from airflow_cdc_provider.engine.changes.key_halves import encode, sent
 from airflow_cdc_provider.engine.core.errors import ProtocolError
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes
+from airflow_cdc_provider.engine.core.row_changes import Changes
 
 
 @dataclass(frozen=True)

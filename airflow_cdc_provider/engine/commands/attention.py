@@ -20,12 +20,12 @@ from airflow_cdc_provider.engine.core.errors import (
     SecondWriter,
     StateUnwritable,
 )
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection
+from airflow_cdc_provider.engine.postgres.slots import read_slot
 from airflow_cdc_provider.engine.runs.run import forget_error, last_error, note_error, record_error
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slot
 from airflow_cdc_provider.engine.state.announcement import announcements
 from airflow_cdc_provider.engine.state.files import Heartbeat, State, read_heartbeats
 from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS

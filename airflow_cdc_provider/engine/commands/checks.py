@@ -24,6 +24,8 @@ from psycopg2.extensions import connection as Connection
 from airflow_cdc_provider.engine.commands.attention import require_source
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, MissingPrivilege, StateUnwritable
 from airflow_cdc_provider.engine.core.findings import Checks, Finding
+from airflow_cdc_provider.engine.core.record import CHANGELOG_NAMES, Record
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connect, describe, rows
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
@@ -36,9 +38,7 @@ from airflow_cdc_provider.engine.postgres.privileges import (
 )
 from airflow_cdc_provider.engine.runs.metrics import require_client
 from airflow_cdc_provider.engine.runs.run import sink_of
-from airflow_cdc_provider.engine.sinks.contract import CHANGELOG_NAMES, Record
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.sources.postgres.provision.readiness import (
     check_settings,

@@ -20,7 +20,7 @@ from airflow_cdc_provider import __version__
 from airflow_cdc_provider.engine.core import signals
 from airflow_cdc_provider.engine.core.chunk_ranges import Range, parse_chunks
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ExitCode, Interrupted, values_hidden
-from airflow_cdc_provider.engine.core.section import as_seconds
+from airflow_cdc_provider.engine.core.section_values import as_seconds
 from airflow_cdc_provider.engine.core.signals import SignalCame
 from airflow_cdc_provider.engine.core.text_output import human_bytes, text_table
 

@@ -8,6 +8,7 @@ from typing import Any
 from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.commands.run_start import run_with_spark
 from airflow_cdc_provider.engine.core.chunk_ranges import Range, part_of
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
@@ -15,7 +16,6 @@ from airflow_cdc_provider.engine.runs.run import (
     existing_record,
     run_part,
 )
-from airflow_cdc_provider.engine.sinks.contract import Record
 
 
 def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine.commands.run_start import require_copied, run_with_spark
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import (
     STREAM,
 )
-from airflow_cdc_provider.engine.sinks.contract import Record
-from airflow_cdc_provider.engine.sources.postgres.provision import slot
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -80,7 +80,7 @@ def _follower(pipeline: Pipeline, record: Record, ending: Ending) -> tuple[Follo
     target = ending.lsn
     if ending.caught_up:
         with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-            target = max(slot.emit_marker(source, "caught-up"), record.high)
+            target = max(slots.emit_marker(source, "caught-up"), record.high)
     return (
         lambda spark, run, record, tell: StreamJob(spark, run, record, tell).follow(target),
         lambda done: target is not None and done.applied >= target,

@@ -15,7 +15,9 @@ from airflow_cdc_provider.engine.commands.attention import (
 )
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected
 from airflow_cdc_provider.engine.runs.run import (
     STREAM,
@@ -24,8 +26,6 @@ from airflow_cdc_provider.engine.runs.run import (
     sink_of,
 )
 from airflow_cdc_provider.engine.sinks.all_records import merged
-from airflow_cdc_provider.engine.sinks.contract import Record
-from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
 from airflow_cdc_provider.engine.state.files import Heartbeat, State, read_heartbeats
 
@@ -41,7 +41,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     unreachable: dict[str, Any] = {}
     record: Record | None = None
     records: dict[str, Record | None] = {}
-    found: slot.SlotState | None = None
+    found: slots.SlotState | None = None
     lag_bytes = lag_seconds = None
     for branch in pipeline.branches:
         place = branch.sink.place
@@ -60,7 +60,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
             trouble = None if beats else source_trouble(pipeline, None, known)
         else:
             with connected(pipeline.source.dsn) as source:
-                found = slot.read_slot(source, pipeline.source.slot)
+                found = slots.read_slot(source, pipeline.source.slot)
                 if record is not None:
                     lag_bytes, lag_seconds = lag_of(source, record)
                 trouble = None if beats else source_trouble(pipeline, source, known)  # a job passes the gate itself
@@ -122,7 +122,7 @@ def _tables(record: Record, beats: Sequence[Heartbeat]) -> list[dict[str, Any]]:
     return chunk_grid(planned, [beat for beat in beats if beat.epoch >= record.epoch])
 
 
-def _budget(pipeline: Pipeline, found: slot.SlotState) -> dict[str, Any]:
+def _budget(pipeline: Pipeline, found: slots.SlotState) -> dict[str, Any]:
     budget = budget_of(pipeline)
     return {"max_retained_bytes": budget.limit, "action": budget.action, "level": budget.level(found.retained)}
 
@@ -142,7 +142,7 @@ def _condition(
 
 
 def lag_of(source: Connection, record: Record) -> tuple[int, float]:
-    return record.lag(slot.flushed(source), time.time())
+    return record.lag(slots.flushed(source), time.time())
 
 
 def converting_sinks(pipeline: Pipeline) -> list[str]:

@@ -9,6 +9,7 @@ from airflow_cdc_provider.engine.commands.attention import (
 )
 from airflow_cdc_provider.engine.commands.repair import resnapshot
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.run import (
@@ -16,7 +17,6 @@ from airflow_cdc_provider.engine.runs.run import (
     existing_record,
     sink_of,
 )
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate

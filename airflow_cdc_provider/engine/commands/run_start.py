@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from airflow_cdc_provider.engine.commands.attention import noting_errors, require_source
 from airflow_cdc_provider.engine.core.errors import GateClosed, SparkUnusable
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.metrics import require_client
@@ -24,7 +25,6 @@ from airflow_cdc_provider.engine.runs.run import (
     run_part,
     sink_of,
 )
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import require_primary
 from airflow_cdc_provider.engine.state.announcement import announced
 from airflow_cdc_provider.engine.state.files import State

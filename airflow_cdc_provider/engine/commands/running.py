@@ -12,13 +12,14 @@ from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.commands.run_start import refuse_second, spark_before
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.run import (
     PROVISION,
     commit_record_of,
     existing_record,
 )
-from airflow_cdc_provider.engine.sources.postgres.provision import removal, slot
+from airflow_cdc_provider.engine.sources.postgres.provision import removal
 from airflow_cdc_provider.engine.state.files import State, is_streaming
 
 
@@ -58,4 +59,4 @@ def _finished_for_good(pipeline: Pipeline) -> bool:
     if record is None or not record.consistent:
         return False
     with connected(pipeline.source.dsn) as source:
-        return slot.read_slot(source, record.identity["slot"]) is None
+        return slots.read_slot(source, record.identity["slot"]) is None

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.core.section import parse_bytes
+from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.section_values import parse_bytes
 from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Record
+from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import REPAIR, refuse_lost
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots, SlotState
 
 
 @dataclass(frozen=True)

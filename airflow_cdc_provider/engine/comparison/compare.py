@@ -27,8 +27,9 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Entry, Key, Side, Sides
 from airflow_cdc_provider.engine.core.errors import StreamFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, scalar
-from airflow_cdc_provider.engine.sinks.contract import Sink, Target
+from airflow_cdc_provider.engine.sinks.contract import Sink
 
 NAMED = 1000  # differences named a table; more are only counted
 ROUNDS = 20

@@ -28,10 +28,9 @@ from airflow_cdc_provider.engine.comparison.postgres_side import (
 )
 from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Entry, Found, Key, Sides, buckets_of
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.connection import Connection
-from airflow_cdc_provider.engine.sinks.contract import Target
 
 Rows: TypeAlias = Callable[[Target, Sequence[Key] | None], Iterator[pa.RecordBatch]]
 """All rows of a target, or those at some keys, which are of all columns where the table has no key; more than asked

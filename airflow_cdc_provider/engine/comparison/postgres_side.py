@@ -19,9 +19,9 @@ import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.comparison.side import Entry, Found, Key
+from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, rows, scalar
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import text_of
 
 Hash = Callable[[sql.Composable, int], sql.Composable]
 """Makes, of a text and a seed, a hash of 64 bits."""

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, scalar
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 UNKNOWN = "?"
 """A cell that equals every value."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
@@ -100,3 +100,23 @@ def part_of(chunks: Sequence[Range] | None) -> str:
     if chunks is None:
         return "snapshot"
     return f"snapshot-{zlib.crc32(json.dumps(chunks).encode()):08x}"
+
+
+Place: TypeAlias = tuple[str, int]
+"""A chunk: the label of its table, and its index there."""
+
+
+def ranges(places: Iterable[Place]) -> list[Range]:
+    """Put chunks that follow each other together."""
+    found: list[Range] = []
+    for table, index in sorted(places):
+        if found and found[-1][0] == table and found[-1][2] == index - 1:
+            found[-1] = table, found[-1][1], index
+        else:
+            found.append((table, index, index))
+    return found
+
+
+def places(ranges: Iterable[Sequence[Any]]) -> set[Place]:
+    """The chunks that :func:`ranges` has put together."""
+    return {(table, index) for table, first, last in ranges for index in range(first, last + 1)}

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.section import Section, as_text
+from airflow_cdc_provider.engine.core.section import Section
+from airflow_cdc_provider.engine.core.section_values import as_text
 
 Properties: TypeAlias = tuple[tuple[str, str], ...]
 

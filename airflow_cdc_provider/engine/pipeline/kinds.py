@@ -8,17 +8,16 @@ it imports drivers and pyarrow late.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.core.table import Table
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.postgres.connection import Connection
     from airflow_cdc_provider.engine.sinks.contract import Sink
-    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-
-Mode: TypeAlias = Literal["mirror", "changelog"]
+from airflow_cdc_provider.engine.core.record import Mode
 
 
 class SinkSettings(Protocol):

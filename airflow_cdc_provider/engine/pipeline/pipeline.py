@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.section import (
-    Section,
+from airflow_cdc_provider.engine.core.section import Section, without_password
+from airflow_cdc_provider.engine.core.section_values import (
     as_flag,
     as_mapping,
     as_positive_integer,
@@ -31,7 +31,6 @@ from airflow_cdc_provider.engine.core.section import (
     database_of,
     one_of,
     parse_bytes,
-    without_password,
 )
 from airflow_cdc_provider.engine.pipeline.kinds import Naming, SinkSettings, SparkBound
 from airflow_cdc_provider.engine.pipeline.registry import sink_settings, sink_types

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPrivilege, ServerNotReady
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, row, rows, scalar
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import open_replication
+from airflow_cdc_provider.engine.postgres.replication import open_replication
 
 # Everybody may execute them by default; where servers are hardened, that has been revoked.
 SOURCE_FUNCTIONS = (

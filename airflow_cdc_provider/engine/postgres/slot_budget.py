@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from airflow_cdc_provider.engine.core.errors import SlotBudgetExceeded
 from airflow_cdc_provider.engine.core.text_output import human_bytes
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState
+from airflow_cdc_provider.engine.postgres.slots import SlotState
 
 Action: TypeAlias = Literal["warn", "stop", "drop-slot"]
 Level: TypeAlias = Literal["ok", "warning", "exceeded"]

@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import Slots, SlotState, read_slots
+from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState, read_slots
 
 Severity: TypeAlias = Literal["warning", "critical"]
 

@@ -15,7 +15,7 @@ from psycopg import pq
 from airflow_cdc_provider.engine.core.errors import StreamFailed
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.postgres.connection import describe
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import execute, open_replication
+from airflow_cdc_provider.engine.postgres.replication import execute, open_replication
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from airflow_cdc_provider.engine.core.table import Column
 
 TEXT = pa.large_string()
 

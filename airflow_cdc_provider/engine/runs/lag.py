@@ -10,23 +10,13 @@ from typing import TYPE_CHECKING, Any
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState
+    from airflow_cdc_provider.engine.postgres.slots import SlotState
 
 
 _FRESH_SECONDS = 3.0  # the reader of the log says every second that it has nothing
+
+
 _LOOKS = 512
-
-
-def behind(applied: int, advanced: float, end: int, now: float) -> tuple[int, float]:
-    """Bytes from the applied LSN to the end of the source's log, and seconds since it last advanced while behind.
-
-    :param applied: LSN durable in the sink.
-    :param advanced: when the sink got there, in seconds since 1970.
-    :param end: of the source's log.
-    :param now: seconds since 1970.
-    """
-    size = max(end - applied, 0)
-    return size, round(max(0.0, now - advanced), 3) if size else 0.0
 
 
 class Lag:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import values_hidden
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
-from airflow_cdc_provider.engine.sinks.contract import Record
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
 from airflow_cdc_provider.engine.state.files import State, read_heartbeats
 from airflow_cdc_provider.engine.state.location import take

@@ -32,6 +32,7 @@ from airflow_cdc_provider.engine.core.errors import (
     StateUnwritable,
     StreamFailed,
 )
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.signals import ending_gracefully
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.core.waiting import await_condition
@@ -39,13 +40,14 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline, TableRule
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget, BudgetWatch
+from airflow_cdc_provider.engine.postgres.slots import SlotState, read_slot
 from airflow_cdc_provider.engine.runs.lag import Lag
 from airflow_cdc_provider.engine.runs.metrics import require_client, serving
 from airflow_cdc_provider.engine.runs.rate import Rate
 from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords, merged
-from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Record, Sink
+from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Sink
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate, require_primary
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, end_walsender, read_slot
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import end_walsender
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of, slot_session
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.announcement import announcements

@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, CommitRecord, Record
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Record
+from airflow_cdc_provider.engine.sinks.contract import CommitRecord
 
 # Epochs are milliseconds: the clocks of all sinks agree on one that lies this far ahead of the fastest; further each
 # time, until taking it in all of them is quicker.

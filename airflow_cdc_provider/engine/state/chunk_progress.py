@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Any
 
+from airflow_cdc_provider.engine.core.chunk_ranges import Place, places, ranges
 from airflow_cdc_provider.engine.state.files import Heartbeat
-
-Place: TypeAlias = tuple[str, int]
-"""A chunk: the label of its table, and its index there."""
-Range: TypeAlias = tuple[str, int, int]
-"""Chunks of a table that follow each other: its label, the first index and the last."""
-
-
-def ranges(places: Iterable[Place]) -> list[Range]:
-    """Put chunks that follow each other together."""
-    found: list[Range] = []
-    for table, index in sorted(places):
-        if found and found[-1][0] == table and found[-1][2] == index - 1:
-            found[-1] = table, found[-1][1], index
-        else:
-            found.append((table, index, index))
-    return found
-
-
-def places(ranges: Iterable[Sequence[Any]]) -> set[Place]:
-    """The chunks that :func:`ranges` has put together."""
-    return {(table, index) for table, first, last in ranges for index in range(first, last + 1)}
 
 
 def chunk_grid(planned: Mapping[Place, tuple[bool, int]], beats: Collection[Heartbeat]) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ import pytest
 
 from airflow_cdc_provider.engine.postgres import connection, dead_connections
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.slots import reader_name
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot, reader_name
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
 from tests.protocol.outages.scene import QUICK, SCHEMA

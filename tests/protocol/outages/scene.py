@@ -15,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
+from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from tests.support.network import Network
 from tests.support.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
 from tests.support.proxy import Proxy

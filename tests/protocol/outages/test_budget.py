@@ -11,12 +11,13 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, SlotBudgetExceeded
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.slots import read_slot
 from airflow_cdc_provider.engine.runs import restarting
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sinks.contract import Record
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_free_slot, end_walsender, read_slot
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_free_slot, end_walsender
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
 from tests.protocol.outages.conftest import Pair

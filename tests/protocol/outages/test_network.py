@@ -14,7 +14,7 @@ import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connect, connected, session_dsn
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import open_replication
+from airflow_cdc_provider.engine.postgres.replication import open_replication
 from tests.protocol.outages.conftest import Pair
 from tests.support.network import Network
 from tests.support.proxy import Proxy

@@ -16,9 +16,9 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.reading import snapshot_read
 from tests.protocol.outages.conftest import Pair
 from tests.protocol.outages.scene import (

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine.core.errors import StreamFailed
-from airflow_cdc_provider.engine.sinks.contract import Watermark
+from airflow_cdc_provider.engine.core.record import Watermark
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from airflow_cdc_provider.engine.core.errors import Fenced
+from airflow_cdc_provider.engine.core.record import Watermark
 from airflow_cdc_provider.engine.runs.run import sink_of
-from airflow_cdc_provider.engine.sinks.contract import Watermark
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.protocol.races.scene import SECONDS, Make, await_waiting

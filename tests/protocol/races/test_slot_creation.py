@@ -12,8 +12,8 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine.core.errors import Blocked
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from tests.conftest import PIPELINE_ROLE, ServerMaker
 from tests.protocol.races.scene import SECONDS, Make, await_waiting

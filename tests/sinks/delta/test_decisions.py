@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     Failpoint,
@@ -25,9 +26,9 @@ from airflow_cdc_provider.engine.core.errors import (
     UncapturableTable,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.section import Section
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.table_definition import Plan, Present, plan
@@ -37,8 +38,7 @@ from airflow_cdc_provider.engine.sinks.lake import record
 from airflow_cdc_provider.engine.sinks.lake.paths import folder
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.sinks.contract import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
 from tests.support.files_sink import column, table

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     Failpoint,
@@ -28,13 +29,12 @@ from airflow_cdc_provider.engine.core.errors import (
     UncapturableTable,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.sinks.delta import spark_errors as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.sinks.contract import (
     IDENTITY,

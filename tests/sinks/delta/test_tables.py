@@ -13,12 +13,13 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, StreamFailed
 from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Target
 from airflow_cdc_provider.engine.sinks.delta import spark_errors as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.checks import check
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from tests.sinks.contract import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, text
 from tests.support.delta_spark import delta_session
 

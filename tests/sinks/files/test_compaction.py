@@ -16,8 +16,8 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import ConfigError, Failpoint, GateClosed
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction
 from airflow_cdc_provider.engine.sinks.files.data_file import DataFile
 from airflow_cdc_provider.engine.sinks.files.data_writer import note_of

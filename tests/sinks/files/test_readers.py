@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.support.files_sink import AT, BODY, ID, SOURCE, change, column, effect, rows, table, unit, watermark

@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Failpoint, LimitExceeded, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, Target
+from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.data_file import folder_of
 from airflow_cdc_provider.engine.sinks.files.row_format import writer
@@ -28,8 +29,7 @@ from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from airflow_cdc_provider.engine.sinks.record_log.read_position import FIRST_READ
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged
 from tests.sinks import contract
 from tests.sinks.contract import OTHER, ChangelogContract, LakeContract, ProtocolContract, SinkUnderTest
 from tests.support.files_sink import (

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from tests.sinks.contract import LABEL, NEW, OTHER, WHOLE, Begun, begin
 from tests.support.kafka_server import SECONDS, make_broker
 from tests.support.kafka_sink import KafkaStore, consumed

@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import CannotFollow, LimitExceeded, TargetConflict
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.sinks.kafka import events
-from airflow_cdc_provider.engine.sinks.kafka.formats.avro import AvroFormat, Registry
+from airflow_cdc_provider.engine.sinks.kafka.formats.avro import AvroFormat
 from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import UNAVAILABLE, DebeziumFormat
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import Format, PlainFormat
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 
 TEXT = pa.large_string()
 TOPIC = "shop.public.t"

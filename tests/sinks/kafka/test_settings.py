@@ -16,15 +16,15 @@ from airflow_cdc_provider.engine.core.errors import (
     MissingPrivilege,
     StreamFailed,
 )
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.section import Section
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.addresses import Properties, address_of, readable_logins
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Target
-from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
 from airflow_cdc_provider.engine.sinks.kafka.settings import _RESERVED, KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.target_topics import TargetTopics
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from tests.pipeline.test_pipeline import document
 
 ROOT = Path(__file__).parents[3]

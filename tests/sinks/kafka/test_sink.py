@@ -20,10 +20,10 @@ from airflow_cdc_provider.engine.core.errors import (
     StreamFailed,
     TargetConflict,
 )
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.kafka import record_topic
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
 from local_servers.kafka import KafkaServer
 from tests.sinks.contract import (
     IDENTITY,

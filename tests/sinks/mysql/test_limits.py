@@ -7,14 +7,14 @@ from pathlib import Path
 import pymysql
 import pytest
 
-from airflow_cdc_provider.engine.changes.effects import ERASED, MISSING
+from airflow_cdc_provider.engine.core.effect import ERASED, MISSING
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, UncapturableTable
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.sinks.mysql import limits
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table, refuse_names
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 from local_servers.mariadb import MariadbServer
 from tests.conftest import MYSQL, Databases
 from tests.support.mysql import MysqlPipeline, query

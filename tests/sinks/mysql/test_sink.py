@@ -15,7 +15,8 @@ import pymysql
 import pytest
 from pymysql.cursors import DictCursor
 
-from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import (
     Blocked,
     CannotFollow,
@@ -31,14 +32,13 @@ from airflow_cdc_provider.engine.core.errors import (
     ValueRefused,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
-from airflow_cdc_provider.engine.sinks.contract import Staged, StagedPiece, Target
+from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.mysql import record
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from local_servers.mariadb import MariadbServer
 from tests.conftest import MYSQL, PIPELINE_ROLE, SYSTEM_DATABASES

@@ -15,8 +15,9 @@ from psycopg import sql
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, ForeignTable
-from airflow_cdc_provider.engine.core.type_shape import TypeShape, read_shapes
+from airflow_cdc_provider.engine.core.type_shape import TypeShape
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.type_shapes import read_shapes
 from airflow_cdc_provider.engine.sinks.postgres.kept_types import keeps
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from airflow_cdc_provider.engine.core.errors import CdcError, Retry, TargetConflict, ValueRefused
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode
 from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
 from tests.sinks.contract import NEW, TARGET, WHOLE, begin

@@ -16,13 +16,13 @@ import pyarrow as pa
 import pytest
 from psycopg.rows import dict_row
 
-from airflow_cdc_provider.engine.changes.effects import Effect
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
-from airflow_cdc_provider.engine.sinks.contract import Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, create_database, drop_database

@@ -18,7 +18,7 @@ from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from confluent_kafka.schema_registry.error import SchemaRegistryError
 
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed
-from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.avro_texts import TEXT, AvroTexts
 from local_servers.kafka import KafkaServer

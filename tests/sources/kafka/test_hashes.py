@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 
 from airflow_cdc_provider.engine.comparison.fetched_side import RowSide, mirror_rows
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column, Table
 from airflow_cdc_provider.engine.sources.kafka.query import Shape
 from airflow_cdc_provider.engine.sources.kafka.replay import _at_last, summed
 from airflow_cdc_provider.engine.sources.kafka.staging_task import HASHES, TopicHashes, TopicTexts
 from airflow_cdc_provider.engine.sources.kafka.verify import _way_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
 
 BUCKETS = 64
 NAMES = ("a", "b", "v")

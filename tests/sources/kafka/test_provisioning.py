@@ -9,10 +9,10 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.runs.run import sink_of
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sources.kafka import provisioning
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.topics import TopicsPipeline

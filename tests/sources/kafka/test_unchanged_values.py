@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.changes.effects import ERASED, MISSING
+from airflow_cdc_provider.engine.core.effect import ERASED, MISSING
 from airflow_cdc_provider.engine.core.errors import BadRecord
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.sources.kafka.staging_task import LEFT_OUT, RESULT_OP, UNSENT, TopicTexts, last_texts
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import net_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases

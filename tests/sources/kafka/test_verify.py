@@ -15,12 +15,12 @@ from confluent_kafka.admin import AdminClient
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import UnknownTable
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sources.kafka.position import Position
 from airflow_cdc_provider.engine.sources.kafka.query import Shape
 from airflow_cdc_provider.engine.sources.kafka.verify import _Remaining, _way_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.sources.kafka.test_pipeline import CLICKS, ORDERS, SUMS

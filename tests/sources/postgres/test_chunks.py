@@ -21,21 +21,21 @@ import pytest
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Watermark
+from airflow_cdc_provider.engine.core.table import Column, Table
 from airflow_cdc_provider.engine.pipeline.pipeline import TableRule
+from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import connect, connected, rows, scalar
-from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Watermark
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
 from airflow_cdc_provider.engine.sources.postgres.reading import chunk_sql
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import (
-    Chunk,
     chunk_of,
     keys_condition,
     plan,
     range_condition,
     read_query,
-    text_of,
 )
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks
 from local_servers.postgres import PostgresServer

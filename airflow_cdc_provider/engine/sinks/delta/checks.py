@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.table_layout import require_apart, require_possible
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:

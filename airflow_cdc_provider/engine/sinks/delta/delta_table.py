@@ -19,12 +19,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
-from airflow_cdc_provider.engine.changes.effects import ERASED
+from airflow_cdc_provider.engine.core.effect import ERASED
 from airflow_cdc_provider.engine.core.errors import ForeignTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.typed_values import arrow_type
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.delta.net_effect import latest
 from airflow_cdc_provider.engine.sinks.delta.staging_files import EVENT_COLUMNS, effect_schema, event_schema, row_schema
 from airflow_cdc_provider.engine.sinks.delta.table_layout import (

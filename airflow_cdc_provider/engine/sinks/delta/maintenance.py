@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.errors import GateClosed, TargetConflict
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import SPARK_ERRORS, first_line, insistently, session
 

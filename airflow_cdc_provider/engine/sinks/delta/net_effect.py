@@ -14,7 +14,7 @@ from functools import reduce
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as f
 
-from airflow_cdc_provider.engine.changes.effects import ERASED, MISSING
+from airflow_cdc_provider.engine.core.effect import ERASED, MISSING
 
 UNKNOWN = "unknown"
 """Whether values of a row are nowhere."""

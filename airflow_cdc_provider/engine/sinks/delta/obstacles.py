@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from pyspark.sql import types as t
 
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.sinks.delta.table_layout import table_columns
 
 _BOUNDED = "__CHAR_VARCHAR_TYPE_STRING"

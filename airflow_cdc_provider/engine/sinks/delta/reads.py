@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.typed_values import arrow_type, to_texts
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Target, Watermark
 from airflow_cdc_provider.engine.sinks.delta import staging_files
 from airflow_cdc_provider.engine.sinks.delta.record import Decided, DeltaRecord
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
@@ -32,7 +33,7 @@ from airflow_cdc_provider.engine.sinks.delta.table_work import Part, TableWork, 
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.read_position import room_at
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 
 _CHUNKS_AT_ONCE = 64
 """So many chunks are committed together at most, so that no commit takes very long."""

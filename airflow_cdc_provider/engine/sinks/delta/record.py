@@ -11,7 +11,7 @@ from typing import Any
 from airflow_cdc_provider.engine.core.errors import ForeignTable, GateClosed, StreamFailed, TargetConflict
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.delta.delta_table import LOG, DeltaTable, has_log
 from airflow_cdc_provider.engine.sinks.delta.obstacles import obstacles
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import (

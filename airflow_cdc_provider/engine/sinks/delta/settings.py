@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from airflow_cdc_provider.engine.core.section import as_flag, as_mapping, as_text, one_of
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode
+from airflow_cdc_provider.engine.core.section_values import as_flag, as_mapping, as_text, one_of
 from airflow_cdc_provider.engine.sinks.lake.paths import as_path, folder
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.core.table import Table
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.postgres.connection import Connection
     from airflow_cdc_provider.engine.sinks.contract import Sink
-    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 PACKAGE = "io.delta:delta-spark_4.2_2.13:4.4.0"
 """Delta for the Spark that the engine needs, as Maven Central has it."""

@@ -18,15 +18,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_cdc_provider.engine.changes.effects import MISSING, Effect
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.effect import MISSING, Effect
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.array_text import array_texts
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_texts, to_typed
-from airflow_cdc_provider.engine.sinks.contract import MissingValues, Staged, StagedPiece, Target
 from airflow_cdc_provider.engine.sinks.delta import net_effect, staging_files
 from airflow_cdc_provider.engine.sinks.delta.delta_table import DeltaTable
 from airflow_cdc_provider.engine.sinks.delta.reads import DeltaReads, key_texts
@@ -37,6 +37,7 @@ from airflow_cdc_provider.engine.sinks.delta.table_layout import location, quote
 from airflow_cdc_provider.engine.sinks.delta.table_work import Part, TableWork, is_made
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
+from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, StagedPiece
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_cdc_provider.engine.changes.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.table import Column, Table
 from airflow_cdc_provider.engine.postgres.array_text import array_elements
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_typed
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
 
 EVENT_COLUMNS: dict[str, pa.DataType] = {
     OP: TEXT,

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.core.errors import CannotFollow
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_typed
-from airflow_cdc_provider.engine.sinks.contract import RowsNeeded, Target
 from airflow_cdc_provider.engine.sinks.delta.table_layout import sql_type
 from airflow_cdc_provider.engine.sinks.delta.table_work import Alteration
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from airflow_cdc_provider.engine.sinks.staged import RowsNeeded
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, UncapturableTable
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.typed_values import arrow_type
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.delta.staging_files import EVENT_COLUMNS
 from airflow_cdc_provider.engine.sinks.lake.paths import folder
 from airflow_cdc_provider.engine.sinks.lake.storage import Place

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, targets_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 _MADE = "made"
 

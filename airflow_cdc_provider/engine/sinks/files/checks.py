@@ -11,12 +11,12 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import SparkUnusable
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.files.row_format import CODEC
 from airflow_cdc_provider.engine.sinks.files.settings import FilesSettings
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 def check(settings: FilesSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:

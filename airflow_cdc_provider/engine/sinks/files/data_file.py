@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.files.row_format import column_type
 from airflow_cdc_provider.engine.sinks.files.settings import Format
 from airflow_cdc_provider.engine.sinks.lake.paths import folder
 from airflow_cdc_provider.engine.sinks.record_log.read_position import Room, room_at
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from airflow_cdc_provider.engine.changes.effects import OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_texts, to_typed
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.files.settings import Format
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
 
 META = pa.schema(
     {

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-from airflow_cdc_provider.engine.core.section import as_text
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode
+from airflow_cdc_provider.engine.core.section_values import as_text
 from airflow_cdc_provider.engine.sinks.lake.paths import as_path, folder
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.core.table import Table
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.postgres.connection import Connection
     from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 Format = Literal["parquet", "json"]
 

@@ -16,16 +16,17 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.changes.effects import Effect
-from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, GateClosed, StagingLost, UnknownTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files import row_format as rows_
 from airflow_cdc_provider.engine.sinks.files.data_file import (
@@ -49,7 +50,7 @@ from airflow_cdc_provider.engine.sinks.record_log.append_only import AppendOnly,
 from airflow_cdc_provider.engine.sinks.record_log.read_position import Room
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged, StagedPiece
 
 PARTITION = "_date"
 """The column that the folders of the files stand for."""

@@ -8,13 +8,13 @@ from functools import partial
 from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.addresses import Properties, readable_logins
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Target
-from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 _LONGEST = 249
 _MAXIMUM = "transaction.max.timeout.ms"

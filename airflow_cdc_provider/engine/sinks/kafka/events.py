@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from airflow_cdc_provider.engine.changes.effects import OLD_KIND, OP, UNCHANGED
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.record import Target
 
 TEXT = pa.large_string()
 

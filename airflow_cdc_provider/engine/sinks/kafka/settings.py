@@ -7,18 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from airflow_cdc_provider.engine.core.section import as_flag, as_positive_integer, as_positive_seconds, as_text, one_of
+from airflow_cdc_provider.engine.core.record import Mode
+from airflow_cdc_provider.engine.core.section_values import (
+    as_flag,
+    as_positive_integer,
+    as_positive_seconds,
+    as_text,
+    one_of,
+)
 from airflow_cdc_provider.engine.kafka.addresses import Properties, as_registry, brokers_of, secrets_of
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.core.table import Table
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.postgres.connection import Connection
     from airflow_cdc_provider.engine.sinks.kafka.formats.plain import Format as MessageFormat
     from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 Format = Literal["debezium", "json", "avro"]
 Decimals = Literal["string", "precise"]
@@ -135,7 +141,8 @@ class KafkaSettings:
             from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import DebeziumFormat
 
             return DebeziumFormat(pipeline, self.database, self.decimals, self.schemas, self.tombstones)
-        from airflow_cdc_provider.engine.sinks.kafka.formats.avro import AvroFormat, Registry
+        from airflow_cdc_provider.engine.kafka.schema_registry import Registry
+        from airflow_cdc_provider.engine.sinks.kafka.formats.avro import AvroFormat
 
         registry = Registry(self.registry, self.registry_properties)
         return AvroFormat(registry, pipeline, self.database, self.decimals, self.tombstones)

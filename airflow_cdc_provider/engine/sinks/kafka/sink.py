@@ -23,18 +23,19 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.changes.effects import Effect
-from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, StagingLost, StreamFailed, UnknownTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
 from airflow_cdc_provider.engine.kafka.message_ranges import MessageRange
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, RowsNeeded, Staged, StagedPiece, Target, Watermark
 from airflow_cdc_provider.engine.sinks.kafka import events, truncate_events
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX, Journal, written
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
@@ -47,7 +48,7 @@ from airflow_cdc_provider.engine.sinks.record_log.append_only import AppendOnly,
 from airflow_cdc_provider.engine.sinks.record_log.read_position import Room, room_at
 from airflow_cdc_provider.engine.sinks.record_log.record import ChangesRecord, Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged, StagedPiece
 
 _TRIES = 10
 _PAUSE = 0.5  # seconds at most, before another try

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.changes.effects import OP
+from airflow_cdc_provider.engine.core.effect import OP
 from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import META
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 

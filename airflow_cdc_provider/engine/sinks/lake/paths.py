@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.section import as_text
+from airflow_cdc_provider.engine.core.section_values import as_text
 
 # What Hive escapes in the values of partitions, and what hides a folder. Dots also stand for other folders, and go at
 # the end of names in some stores.

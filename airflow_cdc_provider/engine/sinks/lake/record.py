@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.lake.log import Head, Log
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from airflow_cdc_provider.engine.sinks.record_log import record_contents

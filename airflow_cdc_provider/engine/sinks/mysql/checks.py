@@ -10,15 +10,15 @@ from functools import partial
 from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_triggers
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
 from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import columns_of, create_table
 from airflow_cdc_provider.engine.sinks.mysql.target_tables import difference, mending
 from airflow_cdc_provider.engine.sinks.mysql.transport import mode_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 _PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX", "TRIGGER")
 _PACKET_BYTES = 16 << 20

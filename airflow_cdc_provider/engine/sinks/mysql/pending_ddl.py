@@ -27,13 +27,13 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CannotFollow, TargetConflict
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, code_of, driver, may_pass, quoted, said
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import Mode, columns_of, comment
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 # That a statement waited too long, or its session ended, is for another try to tell.
 _PASSING = {0, 1205, 1213, 1317, 1053, 1927, 2003, 2006, 2013}

@@ -10,16 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import GateClosed, SecondWriter
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import begin_again, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
 from airflow_cdc_provider.engine.sinks.mysql.target_tables import MysqlTargets
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 # Each is created by a statement that commits by itself. "pipelines" comes last: where it is, the others are.
 _RECORD_TABLES = {

@@ -19,19 +19,20 @@ import pyarrow as pa
 
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, StagingLost, StreamFailed, UnknownTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Target, Watermark
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import FIRST_READ, TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.changes.effects import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.comparison.side import Key
-from airflow_cdc_provider.engine.sinks.contract import Staged, Target
+from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import CHANGELOG_COLUMNS, Mode
@@ -31,6 +31,7 @@ from airflow_cdc_provider.engine.sinks.mysql.types import (
     json_of,
     kinds_of,
 )
+from airflow_cdc_provider.engine.sinks.staged import Staged
 
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.core.errors import CannotFollow, UncapturableTable
-from airflow_cdc_provider.engine.sinks.contract import RowsNeeded, Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column, Table
 from airflow_cdc_provider.engine.sinks.mysql import limits
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import quoted
 from airflow_cdc_provider.engine.sinks.mysql.types import COUNTER, LETTER, MOMENT, POSITION, WORDS, Kind, kinds_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
+from airflow_cdc_provider.engine.sinks.staged import RowsNeeded
 
 Mode = Literal["mirror", "changelog"]
 

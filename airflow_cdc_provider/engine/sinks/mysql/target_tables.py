@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ForeignTable, GateClosed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.fence import MysqlFence
 from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_obstacle
@@ -23,7 +24,6 @@ from airflow_cdc_provider.engine.sinks.mysql.table_definition import (
     differing,
     told_type,
 )
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 @dataclass(frozen=True)

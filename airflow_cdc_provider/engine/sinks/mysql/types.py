@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.core.errors import UncapturableTable
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
+from airflow_cdc_provider.engine.core.table import Column, Table
 
 INDEX_BYTES = 3072
 """What an index of InnoDB takes of a row."""

@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.changes.effects import MISSING, Effect
+from airflow_cdc_provider.engine.core.effect import MISSING, Effect
 from airflow_cdc_provider.engine.core.errors import Fenced, GateClosed, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.sinks.contract import MissingValues, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, row_of
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, StagedPiece
 
 _FRAGMENT_BYTES = 1 << 20
 

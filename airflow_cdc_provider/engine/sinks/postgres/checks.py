@@ -21,7 +21,8 @@ from airflow_cdc_provider.engine.core.errors import (
     SinkIsSource,
 )
 from airflow_cdc_provider.engine.core.findings import Caution, Checks, Finding
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, describe, row, rows, scalar
 from airflow_cdc_provider.engine.postgres.privileges import (
@@ -31,7 +32,6 @@ from airflow_cdc_provider.engine.postgres.privileges import (
     table_privileges,
     takes_writes,
 )
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.postgres.obstacles import (
     find_cautions,
     find_code_of_others,
@@ -48,7 +48,6 @@ from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import (
 )
 from airflow_cdc_provider.engine.sinks.postgres.settings import PostgresSettings
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import wanted_columns
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 _SCHEMA = "airflow_cdc"
 _RECORDS = ("pipelines", "tables", "chunks")

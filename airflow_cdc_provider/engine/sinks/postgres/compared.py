@@ -27,10 +27,9 @@ from airflow_cdc_provider.engine.comparison.postgres_side import (
 )
 from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Key, Sides, buckets_of
 from airflow_cdc_provider.engine.core.errors import UnknownTable
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
-from airflow_cdc_provider.engine.sinks.contract import Target
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import text_of
 
 _OF_EVENTS = ("_op", "_commit_lsn", "_seq", "_before", "_unchanged")
 _FETCH = "FETCH 10000 FROM shown"

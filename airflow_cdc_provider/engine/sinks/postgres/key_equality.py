@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
-from airflow_cdc_provider.engine.sinks.contract import Target
 
 # Types whose equal values have one text: bool, bytea, name, int8, int2, int4, text, oid, varchar, date, timestamp,
 # timestamptz, uuid.

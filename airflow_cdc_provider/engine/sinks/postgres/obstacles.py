@@ -18,8 +18,8 @@ import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.errors import ForeignTable, Refused, TargetConflict
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
-from airflow_cdc_provider.engine.sinks.contract import Target
 
 Mode = Literal["mirror", "changelog"]
 

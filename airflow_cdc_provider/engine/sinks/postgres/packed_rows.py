@@ -15,9 +15,8 @@ import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import CHANGELOG_NAMES, Mode, Target
 from airflow_cdc_provider.engine.postgres.array_text import array_texts
-from airflow_cdc_provider.engine.sinks.contract import CHANGELOG_NAMES, Target
 
 MOST_COLUMNS = 1600
 _MOST_TEXTS = 100  # of the old row beside the new one, as a row has to fit on a page

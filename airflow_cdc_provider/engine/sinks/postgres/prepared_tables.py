@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.errors import ForeignTable
-from airflow_cdc_provider.engine.core.type_shape import TypeShape, read_shapes
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.type_shape import TypeShape
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.postgres.type_shapes import read_shapes
 from airflow_cdc_provider.engine.sinks.postgres.kept_types import keeps
 
 _COLUMNS = """

@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import (
     Blocked,
     CdcError,
@@ -30,6 +31,8 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import (
     Connection,
     connect,
@@ -41,7 +44,6 @@ from airflow_cdc_provider.engine.postgres.connection import (
     scalar,
 )
 from airflow_cdc_provider.engine.postgres.lock_holders import HOLDERS
-from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import is_of_another, of_sink, refusal_of
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import (
@@ -50,8 +52,6 @@ from airflow_cdc_provider.engine.sinks.postgres.target_tables import (
     record_target,
     redefine,
 )
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 
 _RECORD_TABLES = """
 CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (

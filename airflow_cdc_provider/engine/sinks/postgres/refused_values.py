@@ -20,9 +20,9 @@ from airflow_cdc_provider.engine.core.errors import (
     TargetConflict,
     ValueRefused,
 )
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, quoted
 from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure, exceeds_limit, is_outage
-from airflow_cdc_provider.engine.sinks.contract import Target
 
 _CONSTRAINT = (
     "A unit is applied table by table and may hold changes of many transactions: declare the constraint DEFERRABLE, so"

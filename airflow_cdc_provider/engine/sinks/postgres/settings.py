@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self, cast
 
-from airflow_cdc_provider.engine.core.section import as_postgres_uri, as_text, one_of
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
+from airflow_cdc_provider.engine.core.record import Mode
+from airflow_cdc_provider.engine.core.section_values import as_postgres_uri, as_text, one_of
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
+    from airflow_cdc_provider.engine.core.table import Table
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.postgres.connection import Connection
     from airflow_cdc_provider.engine.sinks.contract import Sink
-    from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import psycopg2
 import pyarrow as pa
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.changes.effects import COUNT, ERASED, FRESH, MISSING
+from airflow_cdc_provider.engine.core.effect import COUNT, ERASED, FRESH, MISSING
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.array_text import array_text
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
-from airflow_cdc_provider.engine.sinks.contract import Share, Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import NEW
+from airflow_cdc_provider.engine.sinks.staged import Share, Staged
 
 _FEW = 1000  # from as many on it pays to tell the new ones apart, see rows_to_stage()
 _SMALL_BYTES = 256 << 10

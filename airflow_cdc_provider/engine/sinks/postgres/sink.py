@@ -22,23 +22,16 @@ import pyarrow as pa
 from psycopg.postgres import types
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.changes.effects import COUNT, MISSING, Effect
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import COUNT, MISSING, Effect
 from airflow_cdc_provider.engine.core.errors import Fenced, GateClosed, StagingLost, StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows, scalar
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.contract import (
-    CopiedChunk,
-    Copyable,
-    MissingValues,
-    Share,
-    Staged,
-    StagedPiece,
-    Target,
-    Watermark,
-)
+from airflow_cdc_provider.engine.sinks.contract import Copyable
 from airflow_cdc_provider.engine.sinks.postgres.compared import changelog_sides, mirror_sides, target_rows
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
 from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
@@ -48,7 +41,7 @@ from airflow_cdc_provider.engine.sinks.postgres.refused_values import refusals
 from airflow_cdc_provider.engine.sinks.postgres.shared_staging import gather
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import FIRST_READ, TableStatements, rows_to_stage
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import prepare_target, redefine
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, MissingValues, Share, Staged, StagedPiece
 
 T = TypeVar("T")
 

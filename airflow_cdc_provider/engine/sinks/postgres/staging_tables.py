@@ -17,14 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.changes.effects import COUNT, ERASED, FRESH, MISSING, OLD_KIND, OP, UNCHANGED, Effect
+from airflow_cdc_provider.engine.core.effect import COUNT, ERASED, FRESH, MISSING, OLD_KIND, OP, UNCHANGED, Effect
 from airflow_cdc_provider.engine.core.errors import TargetConflict
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, rows
-from airflow_cdc_provider.engine.sinks.contract import Staged, Target
 from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import NEW, OLD, pack, unpacked
 from airflow_cdc_provider.engine.sinks.postgres.shared_staging import rows_of
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import domain_bases
+from airflow_cdc_provider.engine.sinks.staged import Staged
 
 FIRST_READ = -1_000_000
 """``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same

@@ -15,14 +15,15 @@ from typing import Literal
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.changes.schema_change import Redefinition, redefinition
+from airflow_cdc_provider.engine.changes.redefinition import Redefinition, redefinition
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ForeignTable, MissingPrivilege
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.connection import Connection, row, rows, scalar
-from airflow_cdc_provider.engine.sinks.contract import RowsNeeded, Target
 from airflow_cdc_provider.engine.sinks.postgres.obstacles import find_obstacles, require_clear
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import require_width
 from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import Misfit, misfits, require_kept, target_columns
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
+from airflow_cdc_provider.engine.sinks.staged import RowsNeeded
 
 CHANGELOG_COLUMNS = {
     "_op": '"char" NOT NULL',

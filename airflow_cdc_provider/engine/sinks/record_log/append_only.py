@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.sinks.contract import Target
+from airflow_cdc_provider.engine.core.record import Target
 
 
 class AppendOnly:

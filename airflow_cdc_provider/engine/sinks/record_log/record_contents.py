@@ -22,11 +22,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Target, Watermark
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.core.table import Table
 
 Contents = Mapping[str, Mapping[str, Any]]
 """JSON values by section and key."""

@@ -29,7 +29,7 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, MissingPrivilege
-from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 
 TEXT, UNDECODED = "text", "undecoded"
 """Columns that are added to messages: the value as JSON, or why there is none."""

@@ -21,7 +21,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
-from airflow_cdc_provider.engine.changes.effects import ERASED, Effect
+from airflow_cdc_provider.engine.core.effect import ERASED, Effect
 from airflow_cdc_provider.engine.core.errors import (
     BadRecord,
     CdcError,
@@ -30,8 +30,10 @@ from airflow_cdc_provider.engine.core.errors import (
     TargetConflict,
     ValueRefused,
 )
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.sinks.contract import MissingValues, Rehearsing, StagedPiece
+from airflow_cdc_provider.engine.sinks.contract import Rehearsing
+from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.culprits import Culprit, Part, culprits, tipping
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
@@ -40,7 +42,6 @@ from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSou
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted, without
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import CORRECT, failure_of
 from airflow_cdc_provider.engine.sources.kafka.staging_task import TopicStage, by_place
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 MOST = 20
 """Messages of a unit that are set aside; where more are refused, it is not the messages that are wrong."""

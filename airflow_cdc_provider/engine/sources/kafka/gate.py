@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.kafka.position import Position
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind

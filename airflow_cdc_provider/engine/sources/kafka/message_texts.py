@@ -7,7 +7,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.types import ArrayType, BooleanType, StringType, StructField, StructType
 
-from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.sources.kafka.avro_texts import TEXT, UNDECODED, AvroTexts
 from airflow_cdc_provider.engine.sources.kafka.column_values import Values, marked, paired
 from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource

@@ -17,8 +17,8 @@ from operator import or_
 from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.kafka.cluster import Topic
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, skips_of
 

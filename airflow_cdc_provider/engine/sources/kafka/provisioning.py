@@ -21,8 +21,11 @@ from airflow_cdc_provider.engine.commands.checks import (
 )
 from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, SinkIsSource
 from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
+from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.addresses import readable_logins
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger, write_ledger
 from airflow_cdc_provider.engine.runs.run import (
@@ -35,8 +38,6 @@ from airflow_cdc_provider.engine.runs.run import (
     sink_of,
     take_epoch,
 )
-from airflow_cdc_provider.engine.sinks.contract import Record, Target
-from airflow_cdc_provider.engine.sinks.kafka.formats.avro import Registry
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.staging_topic import SUFFIX
@@ -49,7 +50,6 @@ from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import fitting
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.location import clear, refuse_others
 

@@ -17,6 +17,7 @@ from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, SparkUnusable
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage, lineage_of
@@ -24,7 +25,6 @@ from airflow_cdc_provider.engine.sources.kafka.message_order import nodes_of, re
 from airflow_cdc_provider.engine.sources.kafka.message_view import OP
 from airflow_cdc_provider.engine.sources.kafka.settings import VIEW, Output, TopicSource
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import UNCHANGED
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Leaf, Table
 
 # Of a plan, those that take each row by itself. What else there is may have to remember rows of before.
 _STATELESS = frozenset(

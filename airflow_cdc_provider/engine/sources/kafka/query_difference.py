@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from difflib import unified_diff
 
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.core.table import Table
 
 # Where a line of a query begins, as files often have it in one.
 _CLAUSE = re.compile(

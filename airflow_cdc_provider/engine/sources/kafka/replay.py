@@ -23,10 +23,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from airflow_cdc_provider.engine.comparison.hash_sums import add_up
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.message_ranges import MessageRange, ranges_of
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.run import existing_record
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
@@ -45,7 +46,6 @@ from airflow_cdc_provider.engine.sources.kafka.staging_task import (
     places_of,
 )
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 
 @dataclass(frozen=True)

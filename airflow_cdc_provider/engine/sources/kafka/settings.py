@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.section import (
-    Section,
-    as_positive_integer,
-    as_seconds,
-    as_text,
-    one_of,
-    without_password,
-)
+from airflow_cdc_provider.engine.core.section import Section, without_password
+from airflow_cdc_provider.engine.core.section_values import as_positive_integer, as_seconds, as_text, one_of
 from airflow_cdc_provider.engine.kafka.addresses import (
     Properties,
     as_registry,

@@ -20,23 +20,17 @@ from numpy.typing import NDArray
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 
-from airflow_cdc_provider.engine.changes.effects import (
-    ERASED,
-    MISSING,
-    OP,
-    UNCHANGED,
-    Effect,
-    array_literal,
-    quoted_name,
-)
+from airflow_cdc_provider.engine.changes.effects import array_literal, quoted_name
 from airflow_cdc_provider.engine.comparison.hash_sums import hashes_of
+from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OP, UNCHANGED, Effect
 from airflow_cdc_provider.engine.core.errors import CdcError, ValueRefused
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure, sqlstate
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, to_texts
-from airflow_cdc_provider.engine.sinks.contract import Sink, Staged, StagedPiece
+from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import Away, masks, net_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 LEFT_OUT = "_unchanged"

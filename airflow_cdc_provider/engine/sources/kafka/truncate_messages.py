@@ -23,11 +23,12 @@ from pyspark import Accumulator
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.changes.effects import OP, Effect
+from airflow_cdc_provider.engine.core.effect import OP, Effect
 from airflow_cdc_provider.engine.core.errors import BadRecord
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.sinks.contract import StagedPiece
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside, emptying, stage_effect, stage_rows
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
@@ -37,7 +38,6 @@ from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
 from airflow_cdc_provider.engine.sources.kafka.staging_task import SEGMENT_BITS, SEGMENTS
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 
 _VISIBLE_SECONDS = 15.0
 """How long a transaction's other partitions are waited for: brokers show them one after the other."""

@@ -25,9 +25,9 @@ from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
 from airflow_cdc_provider.engine.changes.effects import net_rows
-from airflow_cdc_provider.engine.changes.snapshot_filter import split
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.changes.key_halves import split
+from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.core.table import Table
 
 UNCHANGED = "_unchanged"
 """The column of view and result that names the view's columns whose value a message leaves out."""

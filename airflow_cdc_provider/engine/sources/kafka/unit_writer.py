@@ -17,8 +17,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.runs.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.contract import MissingValues, Record, StagedPiece
+from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import Blame, stage_rows, unknown
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint

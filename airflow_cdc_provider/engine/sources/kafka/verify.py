@@ -34,11 +34,10 @@ from airflow_cdc_provider.engine.comparison.fetched_side import (
 )
 from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Key, Sides
 from airflow_cdc_provider.engine.core.errors import UnknownTable
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.pipeline.kinds import Mode
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import Position

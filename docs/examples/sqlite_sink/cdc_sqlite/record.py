@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import Fenced, ForeignTable, SecondWriter
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.sinks.contract import ChunkRecord, Record, Target, Watermark
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
+from airflow_cdc_provider.engine.core.table import Table
 from cdc_sqlite.store import connected, quoted, transaction
 from cdc_sqlite.tables import TargetTable, place
 

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.changes.effects import Effect
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     Fenced,
@@ -25,17 +26,10 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.contract import (
-    CopiedChunk,
-    MissingValues,
-    Staged,
-    StagedPiece,
-    Target,
-    Watermark,
-)
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, MissingValues, Staged, StagedPiece
 from cdc_sqlite.record import SqliteRecord
 from cdc_sqlite.store import connected, listed, marks, quoted, transaction
 from cdc_sqlite.tables import TargetTable, place

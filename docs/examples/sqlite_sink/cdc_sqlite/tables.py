@@ -6,10 +6,11 @@ import sqlite3
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
-from airflow_cdc_provider.engine.changes.effects import COUNT, MISSING
-from airflow_cdc_provider.engine.changes.schema_change import redefinition
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
+from airflow_cdc_provider.engine.core.effect import COUNT, MISSING
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ForeignTable, TargetConflict
-from airflow_cdc_provider.engine.sinks.contract import RowsNeeded, Staged, Target
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.sinks.staged import RowsNeeded, Staged
 from cdc_sqlite.store import listed, marks, quoted
 
 

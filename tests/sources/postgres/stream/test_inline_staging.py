@@ -13,8 +13,8 @@ from pyspark import SparkContext
 from pyspark.sql.classic.dataframe import DataFrame
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.sinks.contract import StagedPiece
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest

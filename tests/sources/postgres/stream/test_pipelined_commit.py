@@ -12,7 +12,7 @@ import pytest
 from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.sinks.contract import StagedPiece
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest

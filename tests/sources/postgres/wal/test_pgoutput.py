@@ -15,15 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import (
-    Changes,
-    OpenTransaction,
-    Piece,
-    Relation,
-    RelationColumn,
-    decode,
-    parse_relation,
-)
+from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import OpenTransaction, Piece, decode, parse_relation
 
 EPOCH = int(datetime(2000, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
 UNCHANGED = "<unchanged>"

@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Piece, decode
+from airflow_cdc_provider.engine.core.row_changes import Changes
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Piece, decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Buffer, Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp
 from local_servers.postgres import PostgresServer

@@ -23,11 +23,12 @@ from airflow_cdc_provider.engine.core.errors import ConnectionFailed, LimitExcee
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker, read_slot
+from airflow_cdc_provider.engine.postgres.replication import open_replication
+from airflow_cdc_provider.engine.postgres.slots import MESSAGE_PREFIX, emit_marker, read_slot
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import MESSAGE_PREFIX, Buffer, Position
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp, open_replication
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Buffer, Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.support.pipelines import SECONDS, execute, reader_naps, slot_reader, transaction

@@ -9,117 +9,41 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import fastavro
 import pyarrow as pa
-from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
-from confluent_kafka.schema_registry.error import SchemaRegistryError
 
 from airflow_cdc_provider.engine.core.errors import (
-    CannotFollow,
-    CdcError,
     ConfigError,
-    ConnectionFailed,
-    MissingPrivilege,
 )
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.postgres.typed_values import to_texts
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import SPELLED, DebeziumFormat, Shape
 from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import Decimals
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import MESSAGES, decoded, not_ours
 
 _MAGIC = 0
+
+
 _HEADER = struct.Struct(">bI")
+
+
 _NAME = re.compile(r"[^A-Za-z0-9_]")
-_CONFLICT, _UNAUTHORIZED = 409, (401, 403)
+
+
 _TYPES = {"int8": "int", "int16": "int", "int32": "int", "int64": "long"}
+
+
 _FLOATS = {"float": pa.float32(), "double": pa.float64()}
 
+
 ConnectSchema = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Registry:
-    """A schema registry with Confluent's API.
-
-    :param properties: of its client.
-    """
-
-    url: str
-    properties: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-
-    def id_of(self, subject: str, schema: str) -> int:
-        """The number of a schema, which is registered unless it is there.
-
-        :raises CannotFollow: when the registry finds it incompatible with those before.
-        """
-        return _id_of(os.getpid(), self, subject, schema)
-
-    def schema(self, number: int) -> Any:
-        """A schema by its number, as fastavro reads with it."""
-        return _schema(os.getpid(), self, number)
-
-    def check(self) -> None:
-        """See that it answers."""
-        self.ask("its subjects cannot be listed", lambda client: client.get_subjects())
-
-    def ask(self, what: str, ask: Callable[[SchemaRegistryClient], Any]) -> Any:
-        """Ask it something.
-
-        :param what: could not be done, for the message.
-        """
-        try:
-            return ask(_client(os.getpid(), self))
-        except SchemaRegistryError as e:
-            raise self._failure(e, what) from e
-        except Exception as e:
-            # Which HTTP library the client uses depends on its version.
-            if not isinstance(e, OSError) and not type(e).__module__.startswith("httpx"):
-                raise
-            raise ConnectionFailed(
-                f"schema registry {self.url}: {what}: {e}", "See that it runs and can be reached from here."
-            ) from e
-
-    def _failure(self, error: SchemaRegistryError, what: str) -> CdcError:
-        said = f"schema registry {self.url}: {what}: {error.error_message} ({error.http_status_code})"
-        if error.http_status_code == _CONFLICT:
-            return CannotFollow(
-                said,
-                "Make the change of schema compatible, or set the subject's compatibility so that it may be made; then"
-                " start again.",
-            )
-        if error.http_status_code in _UNAUTHORIZED:
-            return MissingPrivilege(said, "Give it a user that may register schemas, see `sink.registry_properties`.")
-        return ConnectionFailed(said, "Look into the registry's log; then start again.")
-
-
-@cache
-def _client(pid: int, registry: Registry) -> SchemaRegistryClient:
-    try:
-        return SchemaRegistryClient({**dict(registry.properties), "url": registry.url})
-    except (ValueError, TypeError) as e:
-        raise ConfigError(f"schema registry {registry.url}: {e}", "Correct `registry_properties`.") from e
-
-
-@cache
-def _id_of(pid: int, registry: Registry, subject: str, schema: str) -> int:
-    found = registry.ask(
-        f"the schema of {subject} is not taken", lambda client: client.register_schema(subject, Schema(schema, "AVRO"))
-    )
-    return int(found)
-
-
-@cache
-def _schema(pid: int, registry: Registry, number: int) -> Any:
-    found = registry.ask(f"schema {number} cannot be had", lambda client: client.get_schema(number))
-    return fastavro.parse_schema(_bare(json.loads(found.schema_str)))
 
 
 @dataclass(frozen=True)
@@ -233,15 +157,6 @@ def _avro_field(schema: ConnectSchema, known: set[str]) -> dict[str, Any]:
     if schema.get("optional"):
         made["default"] = None
     return made
-
-
-def _bare(schema: Any) -> Any:
-    """An Avro schema without logical types, for values as they stand in the bytes."""
-    if isinstance(schema, list):
-        return [_bare(each) for each in schema]
-    if isinstance(schema, dict):
-        return {name: _bare(each) for name, each in schema.items() if name != "logicalType"}
-    return schema
 
 
 def _write(number: int, parsed: Any, schema: ConnectSchema, value: bytes) -> bytes:

@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_cdc_provider import __version__
-from airflow_cdc_provider.engine.changes.effects import OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import Decimals, Kind, kind_of
 from airflow_cdc_provider.engine.sinks.kafka.formats.json_columns import (
     NULL,

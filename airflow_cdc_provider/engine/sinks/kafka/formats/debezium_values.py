@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.kafka.formats.json_columns import TEXT, joined, quoted
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
 
 Decimals = Literal["string", "precise"]
 

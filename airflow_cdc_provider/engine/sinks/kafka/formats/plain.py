@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.changes.effects import OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.errors import TargetConflict
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.typed_values import arrow_type
-from airflow_cdc_provider.engine.sinks.contract import Target
 from airflow_cdc_provider.engine.sinks.kafka.formats.json_columns import (
     TEXT,
     each_by_text,
@@ -27,7 +28,6 @@ from airflow_cdc_provider.engine.sinks.kafka.formats.json_columns import (
     optional,
     quoted,
 )
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column
 
 MESSAGES = pa.schema({"key": pa.large_binary(), "value": pa.large_binary(), "everywhere": pa.bool_()})
 """Of messages: ``key`` is null for tables without one, ``value`` for tombstones; ``everywhere`` says that a message

@@ -12,8 +12,8 @@ from typing import Any
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege
+from airflow_cdc_provider.engine.core.table import Leaf, Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, rows
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Leaf, Table
 
 
 def publication_sql(connection: Connection, publication: str, tables: Sequence[Table]) -> str:

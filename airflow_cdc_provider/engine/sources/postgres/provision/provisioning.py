@@ -17,9 +17,13 @@ from typing import Any
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.commands import checks
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.findings import require
+from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.runs.record_copy import Ledger, read_ledger, write_ledger
@@ -33,9 +37,9 @@ from airflow_cdc_provider.engine.runs.run import (
     sink_of,
     take_epoch,
 )
-from airflow_cdc_provider.engine.sinks.contract import Record, Sink, Target
+from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table, ancestors
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import ancestors
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
     create_publication,
     drop_publication,
@@ -48,12 +52,12 @@ from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, re
 from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
 from airflow_cdc_provider.engine.sources.postgres.provision.removal import PROVISIONING, remove_slot
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot, slot_session
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk, plan
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import plan
 from airflow_cdc_provider.engine.state import location
 from airflow_cdc_provider.engine.state.files import State
 
 
-def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slot.SlotState]:
+def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotState]:
     """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
 
     :returns: the commit record and the slot.
@@ -144,7 +148,7 @@ def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[T
 def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
     """A slot that is not in the record can be ours only if a provisioning left it that broke off before its record."""
     name = pipeline.source.slot
-    found = slot.read_slot(source, name)
+    found = slots.read_slot(source, name)
     if found is not None and (found.active or (state.read(PROVISIONING) or {}).get("slot") != name):
         raise GateClosed(
             f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r} with it",
@@ -155,8 +159,8 @@ def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -
 
 def _refuse_taken_slot(source: Connection, name: str) -> None:
     """A slot of another plugin or database is never ours, and dropping it would lose what it is there for."""
-    found = slot.read_slot(source, name)
-    if found is not None and not slot.is_ours(source, found):
+    found = slots.read_slot(source, name)
+    if found is not None and not slots.is_ours(source, found):
         raise GateClosed(
             f"replication slot {name!r} is not ours: plugin {found.plugin!r} in database {found.database!r}",
             "Give the pipeline another slot name (`source.slot`), then run `airflow-cdc resnapshot --all`.",
@@ -206,7 +210,7 @@ def _new_slot(
             scalar(source, "SELECT 1")  # as before a slot is dropped
             start = slot.create_slot(session, names.slot)
         slot.barrier(source)
-        identity = slot.read_identity(source, names.slot, names.publication).to_dict()
+        identity = slots.read_identity(source, names.slot, names.publication).to_dict()
         yield identity | entries | {"created_publication": created}, start
     except BaseException:
         if state.read_sound(PROVISIONING, dict[str, Any]) == ours and not _may_be_recorded(pipeline, start):
@@ -330,7 +334,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
                 )
 
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-        begin(known.identity, slot.flushed(source), rehearsal=True)  # while there is something to return to
+        begin(known.identity, slots.flushed(source), rehearsal=True)  # while there is something to return to
         if present.sinks:
             epoch = take_epoch(present, state, takeover)
         state.write(PROVISIONING, {"slot": pipeline.source.slot})

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, quoted
 from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger
 from airflow_cdc_provider.engine.runs.run import commit_record_of, record_if_any, refuse_second_writer
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import drop_publication
 from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot

@@ -9,158 +9,35 @@ delivers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import psycopg2
 
 from airflow_cdc_provider.engine.core.errors import Blocked, MissingPrivilege, SecondWriter, ServerNotReady
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
-from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.postgres.connection import Connection, row, rows, scalar, session_dsn
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import MESSAGE_PREFIX
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.postgres.slots import (
+    _BY_WAY_OF_FULL_SNAPSHOT,
+    SlotState,
+    blockers,
+    emit_marker,
+    is_ours,
+    read_slot,
+)
 
 WAIT_SECONDS = 600.0
+
+
 _FIRST_PAUSE = 0.1
+
+
 _LONGEST_PAUSE = 5.0
+
+
 _FAILOVER_VERSION = 170000
-# A stale catalog comes about only by way of Postgres' FULL_SNAPSHOT, which takes three records of running transactions
-# of 56 bytes or more. Who finds a record without any before that begins with a catalog that is whole.
-_BY_WAY_OF_FULL_SNAPSHOT = 3 * 56
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a source is, recorded when the slot is made.
-
-    :param system: ``system_identifier`` of the cluster.
-    :param timeline: timeline of its log.
-    :param database: oid of the database.
-    :param publication: oid of the publication.
-    :param publication_version: transaction that last altered the publication itself (operations, options, owner);
-        tables come and go without it.
-    """
-
-    system: str
-    timeline: int
-    database: int
-    slot: str
-    publication: int
-    publication_version: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class SlotState:
-    """A row of ``pg_replication_slots``; LSNs as integers, ``retained`` in bytes.
-
-    :param invalidation: why the server has given the slot up, where it says so (17 and newer; 16 says the same
-        ``conflicting`` for every reason).
-    :param temporary: whether it goes with its session.
-    :param idle_seconds: how long nobody has read from it, where the server says so (17 and newer).
-    """
-
-    plugin: str | None
-    database: str | None
-    active: bool
-    active_pid: int | None
-    restart_lsn: int
-    confirmed_flush_lsn: int
-    wal_status: str | None
-    retained: int
-    invalidation: str | None = None
-    temporary: bool = False
-    idle_seconds: float | None = None
-
-    @property
-    def lost(self) -> bool:
-        """Whether nothing can be read from it any more."""
-        return self.wal_status == "lost" or self.invalidation is not None
-
-    @property
-    def end(self) -> int:
-        """The end of the log when the slot was read, as far as the server had written it to its disk."""
-        return self.restart_lsn + self.retained
-
-    def as_dict(self) -> dict[str, Any]:
-        """The ``slot`` object of ``status``."""
-        return {
-            "restart_lsn": format_lsn(self.restart_lsn),
-            "confirmed_flush_lsn": format_lsn(self.confirmed_flush_lsn),
-            "retained_bytes": self.retained,
-            "wal_status": self.wal_status,
-            "active": self.active,
-        }
-
-
-@dataclass(frozen=True)
-class Slots:
-    """All slots of a server at one moment.
-
-    :param end: end of the log that the server has written to its disk; of a standby, what it has replayed.
-    :param states: by name.
-    """
-
-    end: int
-    states: Mapping[str, SlotState]
-
-
-# By way of JSON where columns differ between versions of Postgres.
-_SLOTS = """
-    SELECT log.lsn::text, slot_name, plugin, database, active, active_pid, coalesce(restart_lsn, '0/0')::text,
-        coalesce(confirmed_flush_lsn, '0/0')::text, wal_status,
-        coalesce(pg_wal_lsn_diff(log.lsn, restart_lsn), 0)::bigint,
-        to_jsonb(s) ->> 'invalidation_reason', temporary,
-        extract(epoch FROM clock_timestamp() - (to_jsonb(s) ->> 'inactive_since')::timestamptz)::float8
-    FROM (SELECT CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_flush_lsn() END)
-        AS log (lsn) LEFT JOIN pg_replication_slots s ON true
-"""
-
-
-def read_slots(connection: Connection) -> Slots:
-    """Return the states of all slots of a server, by one query."""
-    found = rows(connection, _SLOTS)
-    states = {}
-    for _, name, plugin, database, active, pid, restart, confirmed, *rest in found:
-        if name is not None:
-            states[name] = SlotState(plugin, database, active, pid, parse_lsn(restart), parse_lsn(confirmed), *rest)
-    return Slots(parse_lsn(found[0][0]), states)
-
-
-def read_slot(connection: Connection, slot: str) -> SlotState | None:
-    """Return the state of a slot, ``None`` when there is none of that name."""
-    return read_slots(connection).states.get(slot)
-
-
-def is_ours(connection: Connection, state: SlotState) -> bool:
-    """Whether a slot is one that a pipeline of this database can read."""
-    return state.plugin == "pgoutput" and state.database == scalar(connection, "SELECT current_database()")
-
-
-def read_identity(connection: Connection, slot: str, publication: str) -> Identity:
-    """Read what the source is now."""
-    system, timeline, database, oid, version = row(
-        connection,
-        "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
-        " ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int,"
-        " (SELECT oid::bigint FROM pg_database WHERE datname = current_database()),"
-        " (SELECT oid::bigint FROM pg_publication WHERE pubname = %s),"
-        " (SELECT xmin::text::bigint FROM pg_publication WHERE pubname = %s)",
-        [publication, publication],
-    )
-    return Identity(system, timeline, database, slot, oid or 0, version or 0)
-
-
-def flushed(connection: Connection) -> int:
-    """The end of the log that the server has written to its disk."""
-    return parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
 
 
 def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> int:
@@ -262,50 +139,12 @@ def barrier(connection: Connection, timeout: float = WAIT_SECONDS) -> None:
     failpoint("after-barrier")
 
 
-def blockers(connection: Connection, xids: Collection[int] | None = None) -> str:
-    """Name the sessions and prepared transactions that have transaction ids.
-
-    :param xids: only those with these ids, 32 or 64 bits; ``None`` for all.
-    """
-    chosen = {"xids": None if xids is None else [xid & 0xFFFFFFFF for xid in xids]}
-    among = "(%(xids)s::bigint[] IS NULL OR {}::text::bigint = ANY (%(xids)s::bigint[]))"
-    # Whether a session has a transaction id, only pg_monitor may see in pg_stat_activity; the lock on it everybody may.
-    sessions = rows(
-        connection,
-        "SELECT format('session %%s of %%s (%%s, transaction open since %%s)', pid, coalesce(usename, '?'),"
-        " coalesce(wait_event, state, 'its state is shown to members of pg_monitor'),"
-        " coalesce(date_trunc('second', xact_start)::text, '?')) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
-        " AND pid IN (SELECT pid FROM pg_locks WHERE locktype = 'transactionid' AND mode = 'ExclusiveLock' AND granted"
-        f" AND {among.format('transactionid')}) ORDER BY xact_start",
-        chosen,
-    )
-    prepared = rows(
-        connection,
-        "SELECT format('prepared transaction %%L of %%s since %%s', gid, owner, date_trunc('second', prepared))"
-        f" FROM pg_prepared_xacts WHERE {among.format('transaction')} ORDER BY prepared",
-        chosen,
-    )
-    return "; ".join(name for (name,) in sessions + prepared) or "none that this role can see"
-
-
 def _blocked(connection: Connection, what: str, timeout: float) -> Blocked:
     return Blocked(
         f"{what} took longer than {timeout:g} seconds; it waits for: {blockers(connection)}",
         "End these transactions (COMMIT or ROLLBACK PREPARED for prepared ones; a session that waits in SyncRep needs"
         " its standby, and a slot those in synchronized_standby_slots), then try again.",
     )
-
-
-def emit_marker(connection: Connection, content: str) -> int:
-    """Commit a marker into the log and return its LSN: all that was committed before lies below it."""
-    query = "SELECT pg_logical_emit_message(true, %s, %s)::text"
-    return parse_lsn(scalar(connection, query, [MESSAGE_PREFIX, content]))
-
-
-def reader_name(dsn: str, slot: str) -> str:
-    """The ``application_name`` of a pipeline's own reader of the slot, as the server keeps it."""
-    (name,) = parse_qs(urlsplit(session_dsn(dsn, f"airflow-cdc {slot}")).query)["application_name"]
-    return name[:63]
 
 
 def end_walsender(
@@ -349,11 +188,6 @@ def _refuse_other_reader(connection: Connection, slot: str, state: SlotState, re
                 f"({state.active_pid}) ends the session), then try again. If it has acknowledged changes, that will be"
                 " refused with the repair.",
             )
-
-
-def visible_in_current(connection: Connection) -> Snapshot:
-    """The server's current snapshot."""
-    return Snapshot.parse(scalar(connection, "SELECT pg_current_snapshot()::text"))
 
 
 def drop_slot(connection: Connection, slot: str, reader: str) -> None:

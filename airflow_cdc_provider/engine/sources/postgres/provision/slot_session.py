@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 from airflow_cdc_provider.engine.pipeline.pipeline import Source
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, scalar
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot, reader_name
+from airflow_cdc_provider.engine.postgres.slots import reader_name
+from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot
 
 
 @contextmanager

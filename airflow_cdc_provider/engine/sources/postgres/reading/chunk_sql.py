@@ -15,9 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,76 +23,39 @@ import pyarrow as pa
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
-from airflow_cdc_provider.engine.core.errors import values_hidden
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.table import Column, Table
+from airflow_cdc_provider.engine.postgres.column_text import _UNMODIFIED, text_of
 from airflow_cdc_provider.engine.postgres.connection import condition, rows, scalar
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
 
 # Up to this size all keys are ranked: exact chunks for the price of one index or table scan.
 EXACT_BYTES = 256 << 20
+
+
 # A chunk's size is judged by this many blocks. Rows of one block have neighbouring keys as often as not, so that
 # blocks, not rows, are what must be many.
 SAMPLED_BLOCKS_PER_CHUNK = 30
+
+
 PROBED_BLOCKS = 300
+
+
 # The database reads at most this many blocks for a sample and sorts at most about as many keys; of more keys it
 # takes a part of each block.
 SAMPLED_ROWS = 300_000
 
+
 _SEED = 20201
+
+
 _INTEGERS = frozenset({20, 21, 23})  # int8, int2, int4
-# bool, "char", name, xml, cidr, inet, bpchar: built-in types whose cast to text is not their output function.
-_CAST_DIFFERS = frozenset({16, 18, 19, 142, 650, 869, 1042})
-# Types whose bare name means a length of one.
-_UNMODIFIED = {"character": "bpchar", "bit": '"bit"'}
-_TITLE_WIDTH = 60
+
+
 # The places of the operators in Column.operators.
 _LESS, _EQUAL, _GREATER_OR_EQUAL = 0, 1, 2
+
+
 _SYMBOLS = ("<", "=", ">=")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A range of a table's key: from ``lower`` on, up to but without ``upper``.
-
-    :param table: the table's label.
-    :param index: position among the table's chunks, in the order of the key.
-    :param lower: texts of the key columns, ``None`` for minus infinity.
-    :param upper: texts of the key columns, ``None`` for plus infinity.
-    """
-
-    table: str
-    index: int
-    lower: tuple[str, ...] | None
-    upper: tuple[str, ...] | None
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has all rows of its table."""
-        return self.lower is None and self.upper is None
-
-    @property
-    def title(self) -> str:
-        """For humans, for example ``shop.orders[3] 1000 .. 2000``."""
-        if self.whole:
-            return f"{self.table}[{self.index}] all rows"
-        bounds = " .. ".join(self.shown_bounds).strip()
-        return f"{self.table}[{self.index}]" + (f" {bounds}" if any(self.shown_bounds) else "")
-
-    @property
-    def shown_bounds(self) -> tuple[str, str]:
-        """The bounds for humans, shortened; empty for infinity, and where values of rows are hidden."""
-        if values_hidden():
-            return "", ""
-        return _shown(self.lower), _shown(self.upper)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The chunk as JSON values; :meth:`from_dict` reads them back."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Chunk:
-        """Read what :meth:`to_dict` wrote."""
-        bounds = {side: None if values[side] is None else tuple(values[side]) for side in ("lower", "upper")}
-        return cls(values["table"], values["index"], **bounds)
 
 
 def plan(connection: Connection, table: Table, chunk_rows: int) -> tuple[Chunk, ...]:
@@ -179,19 +140,6 @@ def _chunk_query(table: Table, chunk: Chunk | None, columns: Sequence[sql.Compos
     return _leaves_query(table, sql.SQL(", ").join(columns), conditions)
 
 
-def text_of(column: Column, qualifier: str | None = None) -> sql.Composable:
-    """A column as text exactly as its type's output function writes it, which is what pgoutput sends.
-
-    A cast to text is the output function only where no cast function says otherwise: ``true`` for ``t``, blanks
-    cut from ``character(n)``, ``/32`` added to an ``inet``. ``concat`` always calls the output function.
-    """
-    name = sql.Identifier(column.name) if qualifier is None else sql.Identifier(qualifier, column.name)
-    if column.builtin and column.type_oid not in _CAST_DIFFERS:
-        return sql.SQL("{}::pg_catalog.text").format(name)
-    # IS NOT NULL would be false for a composite value with a null inside.
-    return sql.SQL("CASE WHEN {0} IS DISTINCT FROM NULL THEN pg_catalog.concat({0}) END").format(name)
-
-
 def chunk_of(
     connection: Connection, table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
 ) -> npt.NDArray[np.int64]:
@@ -236,13 +184,6 @@ def chunk_of(
         bounds=_unnest(zip(*bounds, strict=True)),
     )
     return np.array(scalar(connection, query).split(","), dtype=np.int64)
-
-
-def _shown(bound: tuple[str, ...] | None) -> str:
-    if bound is None:
-        return ""
-    text = bound[0] if len(bound) == 1 else f"({', '.join(bound)})"
-    return text if len(text) <= _TITLE_WIDTH else text[: _TITLE_WIDTH - 1] + "…"
 
 
 def _unnest(columns: Iterable[Iterable[str]]) -> sql.Composable:

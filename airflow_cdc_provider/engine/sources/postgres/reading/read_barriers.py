@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.core.errors import OlderTransactions
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, scalar
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import blockers, visible_in_current
+from airflow_cdc_provider.engine.postgres.slots import blockers, visible_in_current
 
 PATIENCE_SECONDS = 5.0
 """How long those wait for older transactions who have nothing else to do."""

@@ -31,7 +31,10 @@ from airflow_cdc_provider.engine.core.errors import (
     SchemaChanged,
     TableLocked,
 )
+from airflow_cdc_provider.engine.core.record import Record, Target, Watermark, target_of
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, connected, rows
 from airflow_cdc_provider.engine.postgres.driver_errors import is_outage
 from airflow_cdc_provider.engine.postgres.lock_holders import CONTROL_LOCK_SECONDS, naming_holders
@@ -39,18 +42,20 @@ from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.run import Run, existing_record, require_epoch, sink_of
-from airflow_cdc_provider.engine.sinks.contract import Record, Target, Watermark
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import find
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import entry_key, publish_anew
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import keys_condition, text_of
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import keys_condition
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers, require_visible
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read, plan_read, write_rows
 
 T = TypeVar("T")
 
+
 _DEFINITIONS = 5
+
+
 _LOOK_SECONDS = 1.0
+
 
 _log = logging.getLogger(__name__)
 
@@ -294,15 +299,3 @@ def _keys_query(table: Table, keys: frozenset[tuple[str, ...]]) -> sql.Composabl
         )
         for leaf in table.leaves
     )
-
-
-def target_of(record: Record, label: str) -> Target:
-    """The target of a source table.
-
-    :raises ConfigError: when the pipeline has no such table.
-    """
-    for target in record.targets:
-        if target.table.label == label:
-            return target
-    known = ", ".join(target.table.label for target in record.targets)
-    raise ConfigError(f"the pipeline has no table {label!r}", f"Name one of: {known}.")

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from psycopg import sql
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Column, Table
+from airflow_cdc_provider.engine.core.table import Column, Table
 
 _TIMES = re.compile(r"date|timestamp(\(\d\))?( with(out)? time zone)?")
 

@@ -21,20 +21,21 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.changes.schema_change import Refuse, decide
-from airflow_cdc_provider.engine.core.chunk_ranges import Range
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.chunk_ranges import Place, Range, ranges
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.core.record import Record, Target, Watermark, target_of
 from airflow_cdc_provider.engine.postgres.connection import connected, describe
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.runs.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.contract import CopiedChunk, Record, Sink, Target, Watermark
+from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import look
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
-from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist, target_of
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import Read, plan_chunk_read, write_rows
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
-from airflow_cdc_provider.engine.state.chunk_progress import Place, ranges
 
 _POLL_SECONDS = 1.0
 

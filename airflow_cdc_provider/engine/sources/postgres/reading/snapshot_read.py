@@ -17,10 +17,13 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, SchemaChanged
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.core.record import Watermark
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe
 from airflow_cdc_provider.engine.postgres.driver_errors import (
     DRIVER_ERRORS,
@@ -31,11 +34,9 @@ from airflow_cdc_provider.engine.postgres.driver_errors import (
 )
 from airflow_cdc_provider.engine.postgres.lock_holders import table_locked
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
-from airflow_cdc_provider.engine.sinks.contract import Watermark
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
-from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import Chunk, copy_query, read_query
+from airflow_cdc_provider.engine.postgres.slots import MESSAGE_PREFIX
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import copy_query, read_query
 from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import ArrowSession, CopySession, ReadingSession
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import MESSAGE_PREFIX
 
 _PATIENCE_SECONDS = 60.0
 # What a read must find is asked under its locks, so that the definition is that of its snapshot.

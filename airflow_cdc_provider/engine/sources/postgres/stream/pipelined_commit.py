@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Self
 
-from airflow_cdc_provider.engine.sinks.contract import StagedPiece
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 
 _PATIENCE_SECONDS = 5.0
 

@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.runs.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units

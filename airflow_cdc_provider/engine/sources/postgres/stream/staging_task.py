@@ -20,12 +20,15 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.changes.effects import TableFilter, between, effects
 from airflow_cdc_provider.engine.changes.schema_change import Misfit, first_misfit
 from airflow_cdc_provider.engine.core.errors import CdcError, values_hidden
+from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.row_changes import Changes
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure, knows_not, sqlstate
-from airflow_cdc_provider.engine.sinks.contract import Record, Sink, StagedPiece, Target
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import chunk_of
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Changes, Piece, decode
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Piece, decode
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 END = (1 << 63) - 1

@@ -21,16 +21,16 @@ from pyspark.sql.streaming.query import StreamingQuery
 from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.core.errors import CdcError, StreamFailed, TableLocked
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, row
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.postgres.lock_holders import naming_holders
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
+from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.runs.foreach_batch import Batches
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.sinks.contract import Record
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import Fanout
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc

@@ -22,34 +22,27 @@ import numpy as np
 import numpy.typing as npt
 from pyspark.sql import DataFrame
 
-from airflow_cdc_provider.engine.changes.schema_change import (
-    Adopt,
-    Follow,
-    Misfit,
-    Refuse,
-    Unchanged,
-    Verdict,
-    decide,
-    has_other_keys,
-    has_silent_identity,
-)
+from airflow_cdc_provider.engine.changes.redefinition import has_other_keys, has_silent_identity
+from airflow_cdc_provider.engine.changes.schema_change import Adopt, Follow, Misfit, Refuse, Unchanged, Verdict, decide
 from airflow_cdc_provider.engine.commands.checks import changelog_names
 from airflow_cdc_provider.engine.core.errors import Blocked, CannotFollow, CdcError, ConfigError, StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.record import Record, Target, target_of
+from airflow_cdc_provider.engine.core.row_changes import Relation
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected
+from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.contract import Eager, MissingValues, Record, RowsNeeded, StagedPiece, Target
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Table
+from airflow_cdc_provider.engine.sinks.contract import Eager
+from airflow_cdc_provider.engine.sinks.staged import MissingValues, RowsNeeded, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import catalog_state, drifted, look
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import emit_marker
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
-from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist, read_keys_again, target_of
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist, read_keys_again
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END, Stage, Unplaced, open_filters
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Relation
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.state.requests import requested
 

@@ -23,25 +23,34 @@ from numpy.typing import NDArray
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.core.lsn import format_lsn
-
-Ints = NDArray[np.int64]
-Octets = NDArray[np.uint8]
-Flags = NDArray[np.bool_]
-Bytes = bytes | bytearray | memoryview
-"""Where messages stand."""
+from airflow_cdc_provider.engine.core.row_changes import Bytes, Changes, Flags, Ints, Octets, Relation, RelationColumn
 
 _EPOCH = 946_684_800_000_000  # 2000-01-01, where Postgres counts from, in microseconds since the Unix epoch
+
+
 _B, _C, _R, _I, _U, _D, _T = b"BCRIUDT"
+
+
 _KEY, _OLD, _NEW = b"KON"
+
+
 _NULL, _UNCHANGED, _TEXT = b"nut"
+
 
 # By kind of message: its least size (0 for kinds that protocol 1 does not have), and how many rows it changes (for
 # TRUNCATE, which changes one for each relation it lists, more is found out later).
 _LEAST, _CHANGES = np.zeros((2, 256), np.int64)
+
+
 _LEAST[list(b"BCORYIUDTM")] = 21, 26, 10, 10, 7, 8, 8, 8, 6, 15
+
+
 _CHANGES[[_I, _U, _D, _T]] = 1
 
+
 _OPTIONS = "Start replication with proto_version '1' and without the options binary, streaming and two_phase."
+
+
 _REPORT = "Start the stream again from its last commit; if that fails too, report it with the server's version."
 
 
@@ -104,59 +113,6 @@ class Piece:
             solution = "Let driver and executors run the same version of airflow-cdc-provider."
             raise ProtocolError(f"not a packed piece, {len(packed)} bytes: {error}", solution) from None
         return cls(data, lengths, tuple(map(bytes, relations)), transaction)
-
-
-@dataclass(frozen=True)
-class RelationColumn:
-    """A column as a Relation message describes it; ``key``: it is part of the replica identity."""
-
-    name: str
-    type_oid: int
-    type_modifier: int
-    key: bool
-
-
-@dataclass(frozen=True)
-class Relation:
-    """A table as a Relation message describes it; ``replica_identity``: d(efault), n(othing), f(ull) or i(ndex)."""
-
-    oid: int
-    schema: str
-    name: str
-    replica_identity: str
-    columns: tuple[RelationColumn, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Changes:
-    """The row changes of one version of a relation within one piece, in their order.
-
-    A relation that is described anew, and differently, within the piece has a ``Changes`` for each description.
-
-    :param order: index of each row's message within the piece; a TRUNCATE gives each of its relations a row.
-    :param op: ``i``, ``u``, ``d`` or ``t``, as byte values.
-    :param xid: transaction id (32 bits).
-    :param commit_lsn: the LSN of the transaction's commit record.
-    :param commit_ts: microseconds since the Unix epoch.
-    :param seq: 1, 2, 3 and so on within the transaction, across relations and pieces.
-    :param new: the new row, one array of large strings for each column; null for deletes and truncates, and where
-        a TOASTed value was not sent because it did not change.
-    :param unchanged: by index of the column, where that was so; only columns that have it.
-    :param old: the old key or row, like ``new``; None if no row carries one.
-    :param old_kind: ``K`` (only columns of the replica identity have values), ``O`` (the whole row) or 0 (none).
-    """
-
-    relation: Relation
-    order: Ints
-    op: Octets
-    xid: Ints
-    commit_lsn: Ints
-    commit_ts: Ints
-    seq: Ints
-    new: tuple[pa.Array, ...]
-    unchanged: dict[int, Flags]
-    old: tuple[pa.Array, ...] | None
-    old_kind: Octets
 
 
 def parse_relation(body: bytes) -> Relation:

@@ -28,51 +28,71 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 import psycopg
-import psycopg2.extensions
 from psycopg import pq
-from psycopg.pq.abc import PGconn, PGresult
+from psycopg.pq.abc import PGconn
 
-from airflow_cdc_provider.engine.core.errors import CdcError, LimitExceeded, StreamFailed
+from airflow_cdc_provider.engine.core.errors import LimitExceeded, StreamFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.postgres.connection import (
-    CONNECT_TIMEOUT,
     Connection,
     connected,
-    connection_failure,
     describe,
     scalar,
-    session_dsn,
 )
 from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
-from airflow_cdc_provider.engine.postgres.driver_errors import exceeds_limit
+from airflow_cdc_provider.engine.postgres.replication import execute, first_row, open_replication, replication_failure
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
-from airflow_cdc_provider.engine.postgres.session_settings import require_settled, settle
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import read_slot
+from airflow_cdc_provider.engine.postgres.slots import read_slot
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Piece
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import EPOCH_2000, Buffer, Position, malformed
 
-_ANSWER_SECONDS = 60.0
 _PATIENCE_SECONDS = 300.0
+
+
 # A walsender sends each message by itself, and to be woken for each costs us, and it, more than the message does. While
 # one sleeps, many come. Who oversleeps has to share a core, and is woken for many at a time anyway.
 _AWAKE_SECONDS = 0.1
+
+
 _NAP_SECONDS = 0.0005
+
+
 _FEW_BYTES = 4096
+
+
 # In a row: the last read of what there was is small even where more follows, so that one of them proves nothing.
 _FEW_TIMES = 8
+
+
 # While a network's card is busy with a packet, the next messages gather behind it (tcp_autocorking). On one machine
 # nothing holds them up: each passes all of TCP, on the walsender's time. With little room in our receive buffer they
 # gather in the server's send buffer until we come, which may be seldom, and pass together.
 _NEAR_ROOM_BYTES = 64 << 10
+
+
 _NEAR_NAP_SECONDS = 0.008
+
+
 # libpq reads one record of TLS a call, and a walsender sends each message in one of its own: so many that small ones,
 # without their headers, are not taken for few bytes.
 _RECORDS = 256
+
+
 _CHANGE, _KEEPALIVE = b"wk"
+
+
 _HEADER, _KEEPALIVE_BYTES = 25, 18  # of XLogData: kind, start, end, time; of a keepalive: kind, end, time, reply
+
+
 _SENT_AT = struct.Struct(">17xq")  # in the header of XLogData
+
+
 _BODY = itemgetter(slice(_HEADER, None))
+
+
 _GULP = 4096  # messages at most, before status is thought of again
+
+
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
 
 
@@ -219,7 +239,7 @@ class WalReader:
             try:
                 self._read()
             except psycopg.Error as e:
-                raise _ended(self._connection) from e
+                raise replication_failure(self._connection) from e
         except Exception as e:  # handed to the next caller, who runs in Spark's thread
             with self._changed:
                 self._failure = e
@@ -300,7 +320,7 @@ class WalReader:
                 self._came_at = time.monotonic()
             self._changed.notify_all()
             if last < 0:
-                raise _ended(self._connection, self._connection.get_result())
+                raise replication_failure(self._connection, self._connection.get_result())
             if asked:
                 self._send_status(self._acknowledged, False)
         return last > 0
@@ -366,57 +386,12 @@ class _Question(threading.Thread):
         self.trouble = find_trouble(*self._arguments, _IDLE)
 
 
-def open_replication(dsn: str, application: str) -> PGconn:
-    """Open a connection on which a slot can be read.
-
-    :raises ConnectionFailed: when the server cannot be reached or refuses it.
-    :raises UnsafeSession: when the session does not get its settings.
-    """
-    reasons = []
-    for address in _addresses(f"{session_dsn(dsn, application)}&replication=database"):
-        connection = pq.PGconn.connect_start(address.encode())
-        reason = _await_connection(connection)
-        if reason is None:
-            _settle(connection, dsn)
-            return connection
-        connection.finish()
-        reasons.append(reason)
-    raise connection_failure(
-        dsn,
-        "open a replication connection",
-        "; ".join(reasons),
-        "Check that the server runs, that the role has REPLICATION, that pg_hba.conf lets it in, and that the"
-        " address is the server's own: a connection pooler does not pass replication on.",
-    )
-
-
-def _settle(connection: PGconn, dsn: str) -> None:
-    """See :mod:`.session_settings`; a connection that is refused is closed."""
-    try:
-        connection.nonblocking = 1
-        require_settled(describe(dsn), _first_row(connection, settle(writes=False)), connection.backend_pid)
-    except BaseException:
-        connection.finish()
-        raise
-
-
-def _first_row(connection: PGconn, query: str) -> list[str]:
-    """Execute a query, and return its first row.
-
-    :raises StreamFailed: when it has none.
-    """
-    result = execute(connection, query)
-    if result is None or result.status != pq.ExecStatus.TUPLES_OK:
-        raise _ended(connection, result)
-    return [(result.get_value(0, column) or b"").decode() for column in range(result.nfields)]
-
-
 def _require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
     """Ask the server at the other end who it is; return the id of our process there.
 
     :raises StreamFailed: when it is another than the gate has seen.
     """
-    pid, *found = _first_row(connection, f"SELECT pg_backend_pid(), {QUERY}")
+    pid, *found = first_row(connection, f"SELECT pg_backend_pid(), {QUERY}")
     if origin is not None:
         origin.require(found, dsn)
     return int(pid)
@@ -462,88 +437,10 @@ def _start_replication(connection: PGconn, slot: str, publication: str, start: i
     )
     result = execute(connection, command)
     if result is None or result.status != pq.ExecStatus.COPY_BOTH:
-        raise _ended(connection)
-
-
-def _addresses(dsn: str) -> list[str]:
-    """A DSN for each host that ``dsn`` names: libpq gives each its own time only in calls that block."""
-    parameters = psycopg2.extensions.parse_dsn(dsn)
-    lists = {name: parameters[name].split(",") for name in ("host", "hostaddr", "port") if name in parameters}
-    return [
-        psycopg2.extensions.make_dsn(**parameters | {name: values[i % len(values)] for name, values in lists.items()})
-        for i in range(max([1, *map(len, lists.values())]))
-    ]
-
-
-def _await_connection(connection: PGconn) -> str | None:
-    """Connect without blocking: psycopg's own call would stop all threads of the process while it waits.
-
-    :returns: why there is no connection; ``None`` when there is.
-    """
-    deadline = time.monotonic() + CONNECT_TIMEOUT
-    while connection.status != pq.ConnStatus.BAD:
-        state = connection.connect_poll()
-        if state in (pq.PollingStatus.OK, pq.PollingStatus.FAILED):
-            break
-        reading, writing = ([connection.socket], []) if state == pq.PollingStatus.READING else ([], [connection.socket])
-        if not any(select.select(reading, writing, [], max(0.0, deadline - time.monotonic()))):
-            return f"no answer for {CONNECT_TIMEOUT} seconds"
-    if connection.status == pq.ConnStatus.OK:
-        return None
-    return connection.error_message.decode(errors="replace").strip()
-
-
-def execute(connection: PGconn, command: str) -> PGresult | None:
-    """Execute a command and return its first result; in COPY mode there is no other.
-
-    :param connection: see :func:`open_replication`.
-    :raises StreamFailed: when no answer comes.
-    """
-    try:
-        return _execute(connection, command)
-    except psycopg.Error as e:
-        raise _ended(connection) from e
-
-
-def _execute(connection: PGconn, command: str) -> PGresult | None:
-    connection.send_query(command.encode())
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    first: PGresult | None = None
-    while True:
-        while connection.flush() or connection.is_busy():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise StreamFailed(
-                    f"the server has not answered {command.split()[0]} for {_ANSWER_SECONDS:g} seconds",
-                    "Start again: the stream goes on from the last commit. If it persists, look at network and server.",
-                )
-            if select.select([connection.socket], [], [], min(left, 1.0))[0]:
-                connection.consume_input()
-        result = connection.get_result()
-        if result is None:
-            return first
-        first = result if first is None else first
-        if result.status == pq.ExecStatus.COPY_BOTH:
-            return first
+        raise replication_failure(connection)
 
 
 def _sender_timeout(control: Connection) -> float:
     """Seconds that the server waits for us, and we for it; some minutes where the server would wait for ever."""
     timeout = scalar(control, "SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
     return float(timeout / 1000) if timeout else _PATIENCE_SECONDS
-
-
-def _ended(connection: PGconn, result: PGresult | None = None) -> CdcError:
-    """Why the stream has ended.
-
-    :param result: what the server has said of it.
-    """
-    text = connection.error_message.decode(errors="replace").strip()
-    state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode() if result is not None else None
-    message = f"the server ended the replication stream: {text or 'connection closed'}"
-    if exceeds_limit(state, text):
-        return LimitExceeded.by(message)
-    return StreamFailed(
-        message,
-        "Start again: the stream goes on from the last commit. If it persists, look at the source's log.",
-    )

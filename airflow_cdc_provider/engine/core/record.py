@@ -1,0 +1,133 @@
+"""What a sink has durably: targets, chunks, and how far the log is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
+from airflow_cdc_provider.engine.core.table import Table
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.core.errors import (
+    ConfigError,
+)
+from airflow_cdc_provider.engine.core.table import Table
+
+
+def behind(applied: int, advanced: float, end: int, now: float) -> tuple[int, float]:
+    """Bytes from the applied LSN to the end of the source's log, and seconds since it last advanced while behind.
+
+    :param applied: LSN durable in the sink.
+    :param advanced: when the sink got there, in seconds since 1970.
+    :param end: of the source's log.
+    :param now: seconds since 1970.
+    """
+    size = max(end - applied, 0)
+    return size, round(max(0.0, now - advanced), 3) if size else 0.0
+
+
+CHANGELOG_NAMES = frozenset({"_op", "_commit_lsn", "_seq", "_xid", "_commit_ts", "_before", "_unchanged"})
+"""The columns that a changelog has beside the source's."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A source table and where its rows go."""
+
+    table: Table
+    schema: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Watermark:
+    """What a read of the source stands for.
+
+    :param snapshot: the MVCC snapshot it was read in.
+    :param high: LSN of a marker committed after the read; every transaction that the snapshot sees committed below.
+    """
+
+    snapshot: Snapshot
+    high: int
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """A chunk in the commit record.
+
+    :param watermark: ``None`` while the chunk has not been committed.
+    :param rows: rows committed.
+    :param keys: for a re-read, the keys that are its members (texts, one tuple a key); ``None`` for a range.
+    """
+
+    chunk: Chunk
+    watermark: Watermark | None = None
+    rows: int = 0
+    keys: frozenset[tuple[str, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The commit record of a pipeline.
+
+    :param epoch: number of the run that may commit.
+    :param applied: end LSN of the last transaction applied.
+    :param advanced: when that was, in seconds since 1970 by the sink's clock.
+    :param identity: what the source was when the slot was made.
+    :param chunks: finished and unfinished chunks and re-reads, by table and index.
+    """
+
+    epoch: int
+    applied: int
+    advanced: float
+    identity: Mapping[str, Any]
+    targets: tuple[Target, ...]
+    chunks: tuple[ChunkRecord, ...]
+
+    @cached_property
+    def finished(self) -> Mapping[str, tuple[tuple[ChunkRecord, Watermark], ...]]:
+        """Chunks and re-reads that have been committed, with what they stand for, by table."""
+        found: dict[str, list[tuple[ChunkRecord, Watermark]]] = {}
+        for each in self.chunks:
+            if each.watermark is not None:
+                found.setdefault(each.chunk.table, []).append((each, each.watermark))
+        return {label: tuple(each) for label, each in found.items()}
+
+    @cached_property
+    def high(self) -> int:
+        """The highest H of the snapshot; filtering and inconsistency end there."""
+        return max((c.watermark.high for c in self.chunks if c.watermark), default=0)
+
+    @property
+    def unfinished(self) -> tuple[Chunk, ...]:
+        """Chunks that have not been committed."""
+        return tuple(c.chunk for c in self.chunks if c.watermark is None)
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the mirror is a state that the source once had."""
+        return not self.unfinished and self.applied >= self.high
+
+    def lag(self, end: int, now: float) -> tuple[int, float]:
+        """How far it is behind the end of a log, see :func:`~airflow_cdc_provider.engine.runs.lag.behind`."""
+        return behind(self.applied, self.advanced, end, now)
+
+
+Mode: TypeAlias = Literal["mirror", "changelog"]
+
+
+def target_of(record: Record, label: str) -> Target:
+    """The target of a source table.
+
+    :raises ConfigError: when the pipeline has no such table.
+    """
+    for target in record.targets:
+        if target.table.label == label:
+            return target
+    known = ", ".join(target.table.label for target in record.targets)
+    raise ConfigError(f"the pipeline has no table {label!r}", f"Name one of: {known}.")

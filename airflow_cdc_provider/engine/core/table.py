@@ -1,0 +1,152 @@
+"""Tables, their columns and their leaves, as the catalog of the source describes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from airflow_cdc_provider.engine.core.type_shape import TypeShape
+
+
+@dataclass(frozen=True)
+class Column:
+    """A captured column.
+
+    :param type: its type as SQL with modifier, schema-qualified unless it lives in ``pg_catalog``.
+    :param collation: its collation, quoted and qualified, where that is not the type's own; else ``None``.
+    :param builtin: whether the type, or the element of an array, comes with Postgres; a domain never does.
+    :param operators: the source's operators for less, equal, and greater or equal, as ``OPERATOR()`` takes them;
+        ``None`` where they are those of ``pg_catalog``. ``citext`` compared without them is compared as ``text``,
+        and ``hstore`` not at all.
+    :param attnum: its number in the table, which outlives renaming and is never used again.
+    :param xmin: the transaction that last changed its entry in the catalog.
+    :param missing: text of the value that rows from before the column have, ``None`` for null.
+    :param uniform: whether they have it in all leaves.
+    :param type_modifier: what ``type`` has in parentheses, as a number; -1 without.
+    :param beneath: for a domain the type that it is made of, as a cast takes it, with the column's collation. A row's
+        value need not be one of the domain any more: a constraint may have been added as NOT VALID.
+    :param parts: what the type is made of, beneath arrays, domains and ranges, as far as its values read otherwise
+        when that changes: each label of an enum with the transaction that gave it, the attributes of a composite.
+        ``None`` if there is nothing of the kind, or nobody has looked.
+    :param shape: of a type that does not come with Postgres; ``None`` in records that were written before it was
+        looked at.
+    """
+
+    name: str
+    type: str
+    type_oid: int
+    collation: str | None
+    not_null: bool
+    builtin: bool
+    operators: tuple[str, ...] | None = None
+    attnum: int = field(default=0, compare=False)
+    xmin: str = field(default="", compare=False)
+    missing: str | None = field(default=None, compare=False)
+    uniform: bool = field(default=True, compare=False)
+    type_modifier: int = field(default=-1, compare=False)
+    beneath: str | None = field(default=None, compare=False)
+    parts: Mapping[str, str] | None = field(default=None, compare=False)
+    shape: TypeShape | None = field(default=None, compare=False)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Column:
+        """Read a column from JSON values."""
+        operators, shape = values.get("operators"), values.get("shape")
+        return cls(
+            **{
+                **values,
+                "operators": tuple(operators) if operators else None,
+                "shape": TypeShape.from_dict(shape) if shape else None,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A table that stores rows: the captured table itself, or a leaf of its partition tree.
+
+    :param filenode: the file that its rows are in; another one means that it was rewritten or truncated.
+    :param toast: oid of its TOAST table, 0 without one. SET LOGGED makes another one; VACUUM FULL, CLUSTER and TRUNCATE
+        do not. ``None`` in records that were written before it was looked at.
+    :param place: the transactions that brought it, and its ancestors, into their schemas and under their parents; empty
+        in records that were written before they were looked at.
+    :param streamed: all that was done to it before it came into this file has been published, see
+    :mod:`.catalog_watch`.
+    """
+
+    oid: int
+    schema: str
+    name: str
+    filenode: int = field(default=0, compare=False)
+    toast: int | None = field(default=None, compare=False)
+    place: str = field(default="", compare=False)
+    streamed: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A captured table.
+
+    :param columns: the captured columns in the order of the table; generated columns are left out, stored ones
+        too: Postgres before 18 does not stream them, and the target can compute them itself.
+    :param key: names of the key columns in the order of the key's index: the replica identity's columns, under
+        FULL those of the primary key; empty when there are none.
+    :param replica_identity: that of the leaves: ``d`` primary key, ``i`` an index, ``f`` full (``n``, nothing, is
+        never captured).
+    :param where: the rule's condition on the rows, ``None`` for all.
+    :param leaves: in the order of their oids.
+    :param kind: ``r`` an ordinary table, ``p`` a partitioned one.
+    :param column_list: whether the rule names the columns; ours of the publication then does so, too.
+    :param attnums: the highest number that a column of the table has had, also one that is gone.
+    :param key_constraint: oid of the key's constraint (of its index when it has none) where the log does not tell that
+        it was made anew; else 0.
+    :param generated: names of the generated columns, which somebody else's publication may stream from Postgres 18 on.
+    """
+
+    oid: int
+    schema: str
+    name: str
+    columns: tuple[Column, ...]
+    key: tuple[str, ...]
+    replica_identity: str
+    where: str | None
+    leaves: tuple[Leaf, ...]
+    kind: str
+    column_list: bool = False
+    attnums: int = field(default=0, compare=False)
+    key_constraint: int = field(default=0, compare=False)
+    generated: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def label(self) -> str:
+        """``schema.name`` without quotes: the table's identity in messages and records."""
+        return f"{self.schema}.{self.name}"
+
+    @property
+    def key_columns(self) -> tuple[Column, ...]:
+        """The columns of :attr:`key`."""
+        columns = {column.name: column for column in self.columns}
+        return tuple(columns[name] for name in self.key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as JSON values; :meth:`from_dict` reads them back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Table:
+        """Read what :meth:`to_dict` wrote."""
+        return cls(
+            **{
+                **values,
+                "columns": tuple(map(Column.from_dict, values["columns"])),
+                "key": tuple(values["key"]),
+                "leaves": tuple(Leaf(**leaf) for leaf in values["leaves"]),
+                "generated": tuple(values.get("generated", ())),
+            }
+        )
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
