@@ -39,7 +39,7 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
     """
     if not is_wanted():
         return ()
-    from airflow_cdc_provider.engine.runs.run import existing_record
+    from airflow_cdc_provider.engine.runs.commit_records import existing_record
 
     return tuple(
         (place, Place(*branch.sink.dataset(branch.name, target.schema, target.name)))

@@ -19,11 +19,13 @@ from pyspark.sql.streaming.query import StreamingQuery
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.text_output import text_table
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline, SnapshotSettings
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.settings import SnapshotSettings
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from benchmarks.lab import TABLE_DDL, create_database, execute, fill, laboratory
 from benchmarks.report import check, spread
 

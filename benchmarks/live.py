@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
-from airflow_cdc_provider.engine.runs.run import existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from benchmarks.lab import TABLE_DDL, checksum, create_database, execute
 from benchmarks.processes import Meter
 from benchmarks.report import WrongResult, check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
-from airflow_cdc_provider.engine.pipeline.pipeline import SnapshotSettings
+from airflow_cdc_provider.engine.pipeline.settings import SnapshotSettings
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import plan

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
-from airflow_cdc_provider.engine.runs.run import existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from benchmarks.lab import query
 from benchmarks.lag import Lag
 from benchmarks.live import Live

@@ -21,12 +21,15 @@ import psycopg
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.text_output import text_table
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline, SnapshotSettings, SparkSettings
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.settings import SnapshotSettings
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.spark.session import spark_session
+from airflow_cdc_provider.engine.spark.settings import SparkSettings
 from benchmarks.lab import ROW, TABLE_DDL, Lab, create_database, drop_database, execute, laboratory, query
 from benchmarks.processes import Meter
 from benchmarks.report import check, spread, tell

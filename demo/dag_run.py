@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from airflow_cdc_provider.engine.state.submission import read_all
 from demo.screen import Moment, Screen
 from demo.work_directory import DAG, DemoFailed, Stage

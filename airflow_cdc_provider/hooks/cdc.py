@@ -101,8 +101,9 @@ def _leave(path: str, part: str, error: CdcError, ends_run: bool) -> None:
     if isinstance(error, SecondWriter | Fenced) or error.noted:
         return
     try:
-        from airflow_cdc_provider.engine.runs.run import last_error, note_error, record_error
-        from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+        from airflow_cdc_provider.engine.runs.run_errors import last_error, note_error, record_error
+        from airflow_cdc_provider.engine.state.files import State
+        from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
         from airflow_cdc_provider.engine.state.location import refuse_others
 
         outline = Pipeline.outline(path)  # the connections may be what is wrong

@@ -31,7 +31,8 @@ import psutil
 from airflow_cdc_provider.engine.core.errors import ExitCode, Retry, StateUnwritable, values_hidden
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.announcement import announcement_of
-from airflow_cdc_provider.engine.state.files import STALE_SECONDS, Owner, State, read_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, Owner, read_heartbeat
 from airflow_cdc_provider.engine.state.private_files import make_folder, open_file
 from airflow_cdc_provider.hooks.process_group import ProcessGroup
 

@@ -11,7 +11,7 @@ from airflow.sdk.exceptions import AirflowNotFoundException
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
 from airflow_cdc_provider.engine.core.section_values import connection_uri
-from airflow_cdc_provider.engine.pipeline.pipeline import Source
+from airflow_cdc_provider.engine.sources.postgres.settings import Source
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection

@@ -104,7 +104,7 @@ class CdcResnapshotOperator(CdcOperator):
 
     def _proceed(self, context: Context, deadline: float | None) -> dict[str, Any]:
         from airflow_cdc_provider.engine import commands
-        from airflow_cdc_provider.engine.runs.run import existing_record
+        from airflow_cdc_provider.engine.runs.commit_records import existing_record
         from airflow_cdc_provider.engine.state import requests
         from airflow_cdc_provider.engine.state.files import State
         from airflow_cdc_provider.engine.state.requests import Standing

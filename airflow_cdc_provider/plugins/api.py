@@ -15,8 +15,9 @@ from fastapi.staticfiles import StaticFiles
 
 from airflow_cdc_provider import __version__
 from airflow_cdc_provider.engine.core.errors import CdcError
-from airflow_cdc_provider.engine.runs.run import request_stop
-from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+from airflow_cdc_provider.engine.runs.run_errors import request_stop
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from airflow_cdc_provider.plugins.dags import Dags, DagsDep
 from airflow_cdc_provider.plugins.ledgers import Ledgers
 from airflow_cdc_provider.plugins.overview import describe, guarded, summarize, wants_poll

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.state.files import Heartbeat, State
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat
 
 CELLS = 240
 """Cells of a table's grid; tables of more chunks have several in a cell."""

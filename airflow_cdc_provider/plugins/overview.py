@@ -15,8 +15,7 @@ from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget
 from airflow_cdc_provider.engine.postgres.slots import SlotState
-from airflow_cdc_provider.engine.runs.run import STREAM
-from airflow_cdc_provider.engine.state.files import Heartbeat
+from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 from airflow_cdc_provider.plugins.reports import Report
 from airflow_cdc_provider.plugins.slot_polls import Poll

@@ -14,8 +14,9 @@ from typing import Any
 from airflow_cdc_provider.engine.commands.attention import starting, trouble_in_state
 from airflow_cdc_provider.engine.core.errors import CdcError, StateUnwritable
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import last_error
-from airflow_cdc_provider.engine.state.files import Heartbeat, State, read_heartbeats
+from airflow_cdc_provider.engine.runs.run_errors import last_error
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, read_heartbeats
 from airflow_cdc_provider.engine.state.history import Entries, read_history
 from airflow_cdc_provider.plugins.ledgers import Ledger, Ledgers
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile

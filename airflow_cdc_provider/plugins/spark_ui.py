@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from urllib.parse import urlsplit
 
-from airflow_cdc_provider.engine.state.files import Heartbeat, State
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, read
 
 _PAGE = """<!doctype html>

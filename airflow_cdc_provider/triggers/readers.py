@@ -94,7 +94,7 @@ class RecordReader:
         import psycopg2
 
         from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
-        from airflow_cdc_provider.engine.runs.run import commit_record_of
+        from airflow_cdc_provider.engine.runs.commit_records import commit_record_of
 
         try:
             return commit_record_of(self._pipeline).record()

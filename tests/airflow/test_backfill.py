@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases

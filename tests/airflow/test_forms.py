@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.state.files import State, read_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeat
 from local_servers.airflow_client import FINAL_STATES
 from tests.airflow.browser import LOOKS, Browser
 from tests.airflow.client import Client

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.state.files import State, read_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, read
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest

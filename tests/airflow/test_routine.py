@@ -11,7 +11,7 @@ import pytest
 
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.submission import read_all
 from local_servers.airflow_client import AirflowFailed

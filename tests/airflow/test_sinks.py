@@ -10,7 +10,7 @@ import pytest
 import yaml
 from airflow.sdk import Connection
 
-from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from demo.warehouse import WAREHOUSES
 from tests.airflow.browser import Browser
 from tests.airflow.client import Client

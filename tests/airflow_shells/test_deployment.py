@@ -16,8 +16,8 @@ from tests.support.airflow_support import connection_json, write_pipeline
 from airflow.providers.apache.spark.hooks import spark_submit
 
 from airflow_cdc_provider.engine.core.errors import SparkUnusable
-from airflow_cdc_provider.engine.pipeline.pipeline import END_WITHOUT_MEMORY
 from airflow_cdc_provider.engine.spark.python_interpreter import python_for_spark
+from airflow_cdc_provider.engine.spark.settings import END_WITHOUT_MEMORY
 from airflow_cdc_provider.engine.state.submission import Submission
 from airflow_cdc_provider.hooks import spark_job
 from airflow_cdc_provider.hooks.cdc import load_pipeline

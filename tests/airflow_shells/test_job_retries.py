@@ -21,7 +21,8 @@ from airflow.providers.standard.triggers.temporal import DateTimeTrigger
 from airflow.sdk.exceptions import AirflowException, TaskDeferred
 
 from airflow_cdc_provider.engine.core.errors import GateClosed, StreamFailed
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, as_outcome, end, write
 from airflow_cdc_provider.hooks.spark_job import SparkJobHook
 from airflow_cdc_provider.operators.stream import CdcStreamOperator

@@ -19,7 +19,8 @@ import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state import submission
-from airflow_cdc_provider.engine.state.files import State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats, write_heartbeat
 from airflow_cdc_provider.engine.state.job_watch import Lookout
 from airflow_cdc_provider.engine.state.submission import Asker, Status, Submission, ask_to_stop, askers, read, stop
 from airflow_cdc_provider.hooks import keeper

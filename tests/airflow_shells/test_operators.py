@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.core.findings import Finding
 from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import last_error
+from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.history import read_history
 from airflow_cdc_provider.hooks import spark_job

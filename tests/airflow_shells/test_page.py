@@ -25,9 +25,10 @@ from airflow_cdc_provider import __version__
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
-from airflow_cdc_provider.engine.runs.run import request_stop
+from airflow_cdc_provider.engine.runs.run_errors import request_stop
 from airflow_cdc_provider.engine.state import submission
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from airflow_cdc_provider.engine.state.history import extended
 from airflow_cdc_provider.engine.state.submission import Submission
 from airflow_cdc_provider.plugins import cdc

@@ -20,7 +20,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, TaskD
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import StateUnwritable
-from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.operators.approval import CdcApprovalOperator, describe

@@ -25,7 +25,8 @@ from airflow.sdk.execution_time.context import OutletEventAccessors
 
 from airflow_cdc_provider.assets import CHANGED_TABLES
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.state.files import State, read_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, read
 from airflow_cdc_provider.links.spark import SparkUiLink
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator

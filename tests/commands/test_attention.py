@@ -23,9 +23,11 @@ from airflow_cdc_provider.engine.core.errors import (
     StreamFailed,
     UnknownTable,
 )
-from airflow_cdc_provider.engine.runs.run import Run, last_error, record_error, run_part
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.runs.run_errors import last_error, record_error
 from airflow_cdc_provider.engine.state.announcement import announced, announcement_of
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from airflow_cdc_provider.engine.state.history import read_history
 from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS
 from airflow_cdc_provider.engine.state.submission import VARIABLE, Asker, Submission, as_outcome, ask_to_stop, write

@@ -21,8 +21,9 @@ import pytest
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.runs.run import sink_of
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from airflow_cdc_provider.engine.state.history import read_history
 from local_servers.postgres import PostgresServer
 from local_servers.process import find_free_port

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine.commands import cli
-from airflow_cdc_provider.engine.runs.run import sink_of
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from local_servers.process import find_free_port
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest

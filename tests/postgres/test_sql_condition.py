@@ -13,9 +13,8 @@ from psycopg.pq import ExecStatus
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
-from airflow_cdc_provider.engine.runs.run import last_error
-from airflow_cdc_provider.engine.sources.postgres.reading import reread
-from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.runs.run_errors import last_error
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
@@ -116,7 +115,7 @@ def test_a_re_read_by_a_condition_that_is_none(pipeline: PipelineUnderTest) -> N
     pipeline.target("ALTER TABLE public.t RENAME body TO other")
     with pytest.raises(ConfigError, match=r"not a condition on public\.t: .*body"):
         reread.check(pipeline.pipeline, pipeline.record, "public.t", "body IS NULL")
-    requests.request(pipeline.pipeline, ["public.t"], "1 / id > 0")
+    requested_reads.request(pipeline.pipeline, ["public.t"], "1 / id > 0")
     pipeline.apply()
     error = last_error(State(pipeline.pipeline.state))
     assert error is not None

@@ -19,14 +19,10 @@ from airflow_cdc_provider import operators, sensors
 from airflow_cdc_provider.engine.commands import cli, dispatch
 from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.pipeline.kinds import SinkSettings
-from airflow_cdc_provider.engine.pipeline.pipeline import (
-    MetricsSettings,
-    Pipeline,
-    SnapshotSettings,
-    SparkSettings,
-    StreamSettings,
-)
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.settings import MetricsSettings, SnapshotSettings, StreamSettings
 from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.spark.settings import SparkSettings
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

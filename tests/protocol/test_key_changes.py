@@ -15,13 +15,14 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow
 from airflow_cdc_provider.engine.postgres import replication
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.runs.run import existing_record, run_part
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
-from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases, ServerMaker, create_database
 from tests.support.pipelines import PipelineUnderTest, transaction
@@ -130,7 +131,7 @@ def test_another_key_while_a_request_for_the_table_waits(
     pipeline.source("CREATE TABLE public.other (id int)")
     with transaction(pipeline.databases.source, "INSERT INTO public.other VALUES (1)") as session:
         stream = Streaming(pipeline)
-        requests.request(pipeline.pipeline, ["public.t"], None)
+        requested_reads.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: bool(pipeline.marker()) and "waits for" in str(stream.waiting), "the wait")
         pipeline.source(OTHER_KEY, *TWIN)
         stream.until(lambda: "stream stands still: reading public.t" in caplog.text, "the unit that waits, too")

@@ -15,10 +15,9 @@ from airflow_cdc_provider.engine.core.errors import CannotFollow, OlderTransacti
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.postgres.reading import read_barriers, reread
+from airflow_cdc_provider.engine.sources.postgres.reading import read_barriers, requested_reads, reread
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
 from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
-from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.support.pipelines import PipelineUnderTest, execute, transaction
@@ -86,7 +85,7 @@ def test_the_stream_goes_on_while_a_request_waits(
     high = pipeline.record.high
     with transaction(pipeline.databases.source, ELSEWHERE, "INSERT INTO public.t VALUES (100, 0)") as session:
         stream = Streaming(pipeline)
-        requests.request(pipeline.pipeline, ["public.t"], where)
+        requested_reads.request(pipeline.pipeline, ["public.t"], where)
         pass_units(pipeline, stream, 5)
         assert requested(pipeline), "it stays requested"
         assert pipeline.record.high == high
@@ -170,7 +169,7 @@ def test_what_the_stream_passes_while_a_request_waits_is_seen_by_the_read(
     row = "SELECT a FROM public.t WHERE id = 1"
     with transaction(pipeline.databases.source, ELSEWHERE) as long:
         stream = Streaming(pipeline)
-        requests.request(pipeline.pipeline, ["public.t"], None)
+        requested_reads.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: "reading public.t again waits for" in str(stream.waiting), "the wait")
         with commits_that_wait(server, "UPDATE public.t SET a = 7777 WHERE id = 1") as release:
             stream.until(lambda: pipeline.target_rows(row) == [(7777,)], "the commit that waits")
@@ -223,7 +222,7 @@ def change_rule(pipeline: PipelineUnderTest) -> None:
     """Change the rule in the file, and ask for the table by it."""
     (after,) = [after for before, after in RULES.values() if [before] == pipeline.document["source"]["tables"]]
     pipeline.change(source={"tables": [after]})
-    requests.request(pipeline.pipeline, ["public.t"], None)
+    requested_reads.request(pipeline.pipeline, ["public.t"], None)
 
 
 def assert_by_rule(pipeline: PipelineUnderTest) -> None:
@@ -308,7 +307,7 @@ def test_a_refusal_does_not_wait_for_another_table(two: PipelineUnderTest) -> No
 def test_short_transactions_are_waited_for_once_for_all_tables(two: PipelineUnderTest, waits: list[float]) -> None:
     with transaction(two.databases.source, ELSEWHERE) as session:
         stream = Streaming(two)
-        requests.request(two.pipeline, ["public.t", "public.u"], None)
+        requested_reads.request(two.pipeline, ["public.t", "public.u"], None)
         stream.until(lambda: bool(two.marker()) and "reading public.u" in str(stream.waiting), "the wait")
         assert sum(wait > 0 for wait in waits) == 1
         session.commit()

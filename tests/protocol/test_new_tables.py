@@ -10,11 +10,12 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, Fenced, ForeignTable, StreamFailed
-from airflow_cdc_provider.engine.runs.run import RESNAPSHOT, last_error, run_part
-from airflow_cdc_provider.engine.sources.postgres.reading import reread
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.runs.run_errors import last_error
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
-from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import RESNAPSHOT
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest, apply_stream, transaction
 from tests.support.sparkless import FAILED, SparklessRun
@@ -43,7 +44,7 @@ def join(pipeline: PipelineUnderTest, how: str, *rules: Any) -> None:
     pipeline.change(source={"tables": ["public.t", *rules]})
     if how == "live":
         # What `resnapshot` leaves when a stream lives, which has read the file before it was edited.
-        requests.request(pipeline.pipeline, ["public.u"], None)
+        requested_reads.request(pipeline.pipeline, ["public.u"], None)
         pipeline.source("UPDATE public.t SET body = 'wakes the stream'")
         apply_stream(running, pipeline.marker())
     elif how == "resnapshot":
@@ -77,7 +78,7 @@ def test_a_table_joins(pipeline: PipelineUnderTest, how: str, rule: Any) -> None
 def test_what_is_open_while_a_table_joins(pipeline: PipelineUnderTest) -> None:
     """A transaction that wrote to it before it was published is never streamed: it is waited for, and then read."""
     pipeline.change(source={"tables": ["public.t", "public.u"]})
-    requests.request(pipeline.pipeline, ["public.u"], None)
+    requested_reads.request(pipeline.pipeline, ["public.u"], None)
     with transaction(pipeline.databases.source, "INSERT INTO public.u VALUES (100, 'open')") as session:
         pipeline.source("UPDATE public.t SET body = 'goes on'")
         pipeline.apply()
@@ -94,7 +95,7 @@ def test_a_table_that_cannot_join_does_not_stop_the_stream(pipeline: PipelineUnd
     pipeline.change(source={"tables": ["public.t", "public.u"]})
     with pytest.raises(ForeignTable):
         commands.resnapshot(pipeline.pipeline, tables=["public.u"])
-    requests.request(pipeline.pipeline, ["public.u"], None)
+    requested_reads.request(pipeline.pipeline, ["public.u"], None)
     pipeline.source("UPDATE public.t SET body = 'goes on'")
     pipeline.apply()
     pipeline.assert_equal()
@@ -118,7 +119,7 @@ UNREADABLE = {
 def test_a_request_that_the_target_refuses_is_given_up(pipeline: PipelineUnderTest, kind: str) -> None:
     pipeline.target(UNREADABLE[kind])
     pipeline.change(source={"tables": ["public.t", "public.u"]})
-    requests.request(pipeline.pipeline, ["public.u"], None)
+    requested_reads.request(pipeline.pipeline, ["public.u"], None)
     pipeline.source("UPDATE public.t SET body = 'goes on'")
     pipeline.apply()
     pipeline.assert_equal()
@@ -138,7 +139,7 @@ LOSES_SESSIONS = (
 def test_a_request_survives_a_lost_session(pipeline: PipelineUnderTest) -> None:
     """Otherwise the publication would say what the record does not, and the stream would refuse to go on."""
     pipeline.change(source={"tables": [{"table": "public.t", "columns": ["id"]}]})
-    requests.request(pipeline.pipeline, ["public.t"], None)
+    requested_reads.request(pipeline.pipeline, ["public.t"], None)
     pipeline.target(*LOSES_SESSIONS)
     pipeline.source("INSERT INTO public.t VALUES (0, 'wakes the stream')")
     with pytest.raises(StreamFailed, match=r"sink .*server closed the connection"):
@@ -151,8 +152,8 @@ def test_a_request_survives_a_lost_session(pipeline: PipelineUnderTest) -> None:
 
 def test_requests_that_build_on_each_other(pipeline: PipelineUnderTest) -> None:
     pipeline.change(source={"tables": ["public.t", "public.u"]})
-    requests.request(pipeline.pipeline, ["public.u"], None)
-    requests.request(pipeline.pipeline, ["public.u"], "id > 3")
+    requested_reads.request(pipeline.pipeline, ["public.u"], None)
+    requested_reads.request(pipeline.pipeline, ["public.u"], "id > 3")
     pipeline.source("UPDATE public.t SET body = 'goes on'")
     pipeline.apply()
     assert last_error(State(pipeline.pipeline.state)) is None

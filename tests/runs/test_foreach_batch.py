@@ -11,7 +11,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, Fenced, SlotBudgetExceeded, StreamFailed
 from airflow_cdc_provider.engine.runs.foreach_batch import Batches
-from airflow_cdc_provider.engine.runs.run import STREAM, Run, run_part
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.state.heartbeat import STREAM
 from tests.conftest import Databases
 from tests.support.pipelines import SECONDS, SPARK_CONF, PipelineUnderTest
 from tests.support.spark_jvm import local_session

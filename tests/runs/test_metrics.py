@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.chunk_ranges import Place, places, ranges
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
-from airflow_cdc_provider.engine.pipeline.pipeline import MetricsSettings
+from airflow_cdc_provider.engine.pipeline.settings import MetricsSettings
 from airflow_cdc_provider.engine.runs import metrics, run
 from airflow_cdc_provider.engine.runs.metrics import require_client, serving
 from airflow_cdc_provider.engine.runs.record_copy import read_grid
@@ -27,7 +27,8 @@ from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from airflow_cdc_provider.engine.spark import session
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner
 from airflow_cdc_provider.engine.state.history import read_history
 from tests.conftest import Databases
 from tests.support.pipelines import SECONDS, PipelineUnderTest

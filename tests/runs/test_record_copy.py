@@ -15,10 +15,13 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.record_copy import read_ledger
-from airflow_cdc_provider.engine.runs.run import existing_record, require_epoch, run_part
+from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.runs.single_writer import require_epoch
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock, provisioning
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, drop_database
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, assert_healed

@@ -24,7 +24,8 @@ from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs import restarting
 from airflow_cdc_provider.engine.runs import run as run_module
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from airflow_cdc_provider.engine.state.history import read_history
 
 FIXED = Restart(attempts=3, delay=5.0)

@@ -16,11 +16,13 @@ from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Fence
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from airflow_cdc_provider.engine.state import requests
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, as_pipeline_role, create_database
 from tests.support.audited import AUDITED, assert_exactly_once, writing
@@ -175,7 +177,7 @@ def test_what_waits_for_one_sink_is_not_repeated_in_the_others(fanned: Fanned, m
     fanned.change(sink=fanned.document["sink"][::-1])
     fanned.filled()
     monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 0.2)
-    requests.request(fanned.pipeline, ["public.t"], None, name="asked")
+    requested_reads.request(fanned.pipeline, ["public.t"], None, name="asked")
     with psycopg.connect(fanned.databases.target) as locking:
         locking.execute("LOCK TABLE public.t IN SHARE MODE")
         for value in range(3):

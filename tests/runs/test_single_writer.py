@@ -25,12 +25,12 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunk
-from airflow_cdc_provider.engine.state.files import (
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import (
     STALE_SECONDS,
     Heartbeat,
     Owner,
-    State,
     read_heartbeats,
     write_heartbeat,
 )

@@ -22,10 +22,11 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, StateDamaged, StateUnwritable
 from airflow_cdc_provider.engine.pipeline.pipeline import NAME
 from airflow_cdc_provider.engine.runs.record_copy import read_grid
-from airflow_cdc_provider.engine.runs.run import last_error, record_error, request_stop
+from airflow_cdc_provider.engine.runs.run_errors import last_error, record_error, request_stop
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.announcement import announced, announcements
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, read_heartbeats, write_heartbeat
 from airflow_cdc_provider.engine.state.history import History, read_history
 from airflow_cdc_provider.engine.state.location import clear, refuse_others, require_own, take
 from airflow_cdc_provider.engine.state.requests import outcome, standing, waiting

@@ -34,9 +34,11 @@ from airflow_cdc_provider.engine.core.errors import (
     StreamFailed,
 )
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.runs.run import refuse_second_writer, request_stop
+from airflow_cdc_provider.engine.runs.run_errors import request_stop
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.state import job_watch, submission
-from airflow_cdc_provider.engine.state.files import STALE_SECONDS, Owner, State, read_heartbeats, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, Owner, read_heartbeats, write_heartbeat
 from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS, Lookout, patience
 from airflow_cdc_provider.engine.state.submission import (
     Asker,

@@ -39,12 +39,14 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.slots import emit_marker, read_slot
-from airflow_cdc_provider.engine.runs.run import Run, existing_record, run_part
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import ChunkTask, copy_chunk
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
-from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader

@@ -26,11 +26,12 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
-from airflow_cdc_provider.engine.runs.run import existing_record, run_part
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock
-from airflow_cdc_provider.engine.state import requests
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from tests.support.pipelines import SECONDS, apply_stream, copy_chunk_of
 
 _context = multiprocessing.get_context("forkserver")
@@ -135,7 +136,7 @@ def _run(pipeline: Pipeline, reread: Sequence[str], takeover: bool, asked: Seque
     if reread:
         commands.resnapshot(pipeline, tables=reread, takeover=takeover)
     for label in asked:
-        requests.request(pipeline, [label], None)
+        requested_reads.request(pipeline, [label], None)
     with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
         marker = emit_marker(source, "caught-up")
     apply_stream(pipeline, max(marker, existing_record(pipeline).high), takeover)

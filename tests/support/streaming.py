@@ -9,9 +9,9 @@ from typing import Any
 
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
-from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
 from tests.support.pipelines import PipelineUnderTest, follow_log
 
 SECONDS = 90.0

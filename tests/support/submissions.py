@@ -11,7 +11,8 @@ import pytest
 
 from airflow_cdc_provider.engine.core.errors import StateUnwritable
 from airflow_cdc_provider.engine.state import submission
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner
 from airflow_cdc_provider.engine.state.submission import Submission
 
 HERE = Owner.this()

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import psutil
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from tests.support.pipelines import Command, Outcome, PipelineUnderTest
 from tests.support.threads import Stoppable
 from tests.torture.airflow import Airflow, DagRun, part_of

@@ -20,7 +20,8 @@ import psycopg
 
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.state.files import STALE_SECONDS, State, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, read_heartbeats
 from local_servers.postgres import PostgresServer
 from tests.support.pipelines import SECONDS, PipelineUnderTest
 from tests.support.threads import Stoppable

@@ -24,10 +24,11 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.slots import read_slot
-from airflow_cdc_provider.engine.runs.run import forget_error, last_error, note_error, record_error
+from airflow_cdc_provider.engine.runs.run_errors import forget_error, last_error, note_error, record_error
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate
 from airflow_cdc_provider.engine.state.announcement import announcements
-from airflow_cdc_provider.engine.state.files import Heartbeat, State, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, read_heartbeats
 from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS
 from airflow_cdc_provider.engine.state.location import is_of_others
 from airflow_cdc_provider.engine.state.submission import Status, Submission, askers, newest_first

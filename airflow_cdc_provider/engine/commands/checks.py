@@ -36,8 +36,8 @@ from airflow_cdc_provider.engine.postgres.privileges import (
     sees_all_rows,
     takes_writes,
 )
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.metrics import require_client
-from airflow_cdc_provider.engine.runs.run import sink_of
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publication_sql, published_otherwise
 from airflow_cdc_provider.engine.sources.postgres.provision.readiness import (

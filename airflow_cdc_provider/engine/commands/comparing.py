@@ -13,11 +13,9 @@ from airflow_cdc_provider.engine.comparison.compare import compare, ranges_in
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.runs.run import (
-    existing_record,
-    sink_of,
-)
-from airflow_cdc_provider.engine.state.files import State, is_streaming
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import is_streaming
 
 
 class _LiveStream:

@@ -10,12 +10,10 @@ from airflow_cdc_provider.engine.commands.run_start import run_with_spark
 from airflow_cdc_provider.engine.core.chunk_ranges import Range, part_of
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
-from airflow_cdc_provider.engine.runs.run import (
-    existing_record,
-    run_part,
-)
+from airflow_cdc_provider.engine.runs.run import run_part
 
 
 def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:

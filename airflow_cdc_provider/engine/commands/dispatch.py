@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ExitC
 from airflow_cdc_provider.engine.core.findings import Finding, require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
-from airflow_cdc_provider.engine.runs.run import record_error
+from airflow_cdc_provider.engine.runs.run_errors import record_error
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.location import refuse_others
 from airflow_cdc_provider.engine.state.submission import cause_of, check_wanted

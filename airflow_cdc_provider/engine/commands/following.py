@@ -12,15 +12,13 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
-from airflow_cdc_provider.engine.runs.run import (
-    STREAM,
-)
+from airflow_cdc_provider.engine.state.heartbeat import STREAM
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from airflow_cdc_provider.engine.runs.progress import StreamProgress
     from airflow_cdc_provider.engine.runs.run import Run
-    from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
 from airflow_cdc_provider.engine.commands.report import Report, silent
 
 Follow = Callable[["SparkSession", "Run", Record, Callable[["StreamProgress"], None]], "StreamProgress"]
@@ -42,7 +40,7 @@ def stream(
     :param until: ``forever``, ``caught-up`` (everything committed before this command began, and H, is durable in the
         sink) or ``lsn:X/Y``; see :meth:`.Ending.parse`.
     """
-    from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
+    from airflow_cdc_provider.engine.runs.progress import StreamProgress
     from airflow_cdc_provider.engine.spark.session import outliving
 
     ending = Ending.parse(until)

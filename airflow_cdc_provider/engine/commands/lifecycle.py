@@ -13,9 +13,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Finding, require
 from airflow_cdc_provider.engine.pipeline.kinds import Maintained
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import (
-    request_stop,
-)
+from airflow_cdc_provider.engine.runs.run_errors import request_stop
 from airflow_cdc_provider.engine.sources.postgres.provision import removal
 from airflow_cdc_provider.engine.state.files import State
 

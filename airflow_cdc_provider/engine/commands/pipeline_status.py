@@ -19,15 +19,13 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected
-from airflow_cdc_provider.engine.runs.run import (
-    STREAM,
-    budget_of,
-    last_error,
-    sink_of,
-)
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
+from airflow_cdc_provider.engine.runs.run import budget_of
+from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.sinks.all_records import merged
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
-from airflow_cdc_provider.engine.state.files import Heartbeat, State, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat, read_heartbeats
 
 
 def status(pipeline: Pipeline) -> dict[str, Any]:

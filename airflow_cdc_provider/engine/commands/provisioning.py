@@ -12,15 +12,12 @@ from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.runs.run import (
-    PROVISION,
-    existing_record,
-    sink_of,
-)
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate
-from airflow_cdc_provider.engine.state.files import State, is_streaming
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import PROVISION, is_streaming
 
 
 def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:

@@ -15,17 +15,13 @@ from airflow_cdc_provider.engine.commands.run_start import refuse_second, rehear
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import (
-    PROVISION,
-    RESNAPSHOT,
-    existing_record,
-    run_part,
-)
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
-from airflow_cdc_provider.engine.sources.postgres.reading import reread
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import PATIENCE_SECONDS, Barriers
-from airflow_cdc_provider.engine.state import requests
-from airflow_cdc_provider.engine.state.files import State, is_streaming
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import PROVISION, RESNAPSHOT, is_streaming
 
 
 def resnapshot(
@@ -76,7 +72,7 @@ def _resnapshot(
         for label in tables:
             reread.check(branch, existing_record(branch), label, where)
     if is_streaming(state) and not takeover:
-        name = requests.request(pipeline, list(tables), where, request)
+        name = requested_reads.request(pipeline, list(tables), where, request)
         return {"requested": name, "rows": None, "tables": {}}
     rehearse(pipeline, RESNAPSHOT, takeover)
     with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):

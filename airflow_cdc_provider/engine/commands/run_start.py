@@ -14,29 +14,21 @@ from airflow_cdc_provider.engine.core.errors import GateClosed, SparkUnusable
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.metrics import require_client
-from airflow_cdc_provider.engine.runs.run import (
-    RESNAPSHOT,
-    STREAM,
-    Run,
-    existing_record,
-    refuse_second_writer,
-    require_targets,
-    run_part,
-    sink_of,
-)
+from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import require_primary
 from airflow_cdc_provider.engine.state.announcement import announced
 from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import RESNAPSHOT, STREAM
 from airflow_cdc_provider.engine.state.location import refuse_others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 from typing import TYPE_CHECKING
 
-from airflow_cdc_provider.engine.runs.run import (
-    record_if_any,
-)
+from airflow_cdc_provider.engine.runs.commit_records import record_if_any
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,13 +14,10 @@ from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.runs.run import (
-    PROVISION,
-    commit_record_of,
-    existing_record,
-)
+from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record
 from airflow_cdc_provider.engine.sources.postgres.provision import removal
-from airflow_cdc_provider.engine.state.files import State, is_streaming
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import PROVISION, is_streaming
 
 
 def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = silent) -> dict[str, Any]:

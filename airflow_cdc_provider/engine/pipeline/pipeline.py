@@ -7,19 +7,16 @@ combination is refused with the key's path, the value and what would be right.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
-from urllib.parse import urlsplit
 
 import yaml
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.section import Section, without_password
+from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.section_values import (
     as_flag,
     as_mapping,
@@ -34,113 +31,23 @@ from airflow_cdc_provider.engine.core.section_values import (
 )
 from airflow_cdc_provider.engine.pipeline.kinds import Naming, SinkSettings, SparkBound
 from airflow_cdc_provider.engine.pipeline.registry import sink_settings, sink_types
-from airflow_cdc_provider.engine.pipeline.restart_strategy import Restart, Strategy
-from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.pipeline.settings import (
+    MessageSettings,
+    MetricsSettings,
+    SnapshotSettings,
+    StreamSettings,
+    _address,
+    _restart,
+    _state_url,
+)
 from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
+from airflow_cdc_provider.engine.sources.postgres.settings import Source, _publication_name, _slot_name, _table_rules
+from airflow_cdc_provider.engine.spark.settings import _ONE_COMPILER, END_WITHOUT_MEMORY, SparkSettings, runs_locally
 
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
+
+
 NAME = re.compile(r"[a-z0-9_]{1,40}")
-_SLOT = re.compile(r"[a-z0-9_]{1,63}")
-# A JVM that has run out of memory loses any of its threads and may hang for ever; one that is killed is noticed. (The
-# flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
-END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
-_ONE_COMPILER = "-XX:TieredStopAtLevel=1"
-
-
-@dataclass(frozen=True)
-class TableRule:
-    """One entry of ``source.tables``.
-
-    :param pattern: ``schema.table``, shell globs allowed, double quotes protect a dot or a glob character.
-    :param columns: the columns to capture, ``None`` for all.
-    :param where: an SQL condition on the rows to capture, ``None`` for all.
-    """
-
-    pattern: str
-    columns: tuple[str, ...] | None = None
-    where: str | None = None
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TableRule:
-        """Read a rule from its fields as JSON values."""
-        columns = values["columns"]
-        return cls(values["pattern"], None if columns is None else tuple(columns), values["where"])
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where changes come from; DSNs are libpq URIs with their variables and connection ids resolved.
-
-    :param replication_dsn: for what takes REPLICATION, the slot and the log; ``""`` to use ``dsn`` for it.
-    """
-
-    dsn: str = field(repr=False)
-    tables: tuple[TableRule, ...]
-    slot: str
-    publication: str
-    type: Literal["postgres"] = "postgres"
-    replication_dsn: str = field(default="", repr=False)
-
-    @property
-    def log_dsn(self) -> str:
-        """As whom the log is read."""
-        return self.replication_dsn or self.dsn
-
-    @property
-    def secrets(self) -> Sequence[str]:
-        """Texts that no log may show."""
-        from airflow_cdc_provider.engine.postgres.connection import (
-            passwords,  # late: reading Dags must not load a driver
-        )
-
-        return [*passwords(self.dsn), *passwords(self.replication_dsn)]
-
-
-@dataclass(frozen=True)
-class SnapshotSettings:
-    """How the initial copy is made: ``chunk_rows`` rows a chunk, ``parallelism`` chunks at a time."""
-
-    mode: Literal["initial", "never", "only"] = "initial"
-    chunk_rows: int = 500_000
-    parallelism: int = 2
-
-
-@dataclass(frozen=True)
-class StreamSettings:
-    """How the log is followed; ``trigger`` and ``heartbeat`` in seconds, sizes in bytes.
-
-    :param restart: when a job that broke, of stream or snapshot, is begun again.
-    :param max_retained_wal: the log that the source may keep for the slot before ``on_max_retained_wal`` is done.
-    """
-
-    trigger: float = 2.0
-    max_batch_bytes: int = 64 << 20
-    heartbeat: float = 10.0
-    restart: Restart = field(default_factory=Restart)
-    max_retained_wal: int = 10 << 30
-    on_max_retained_wal: Literal["warn", "stop", "drop-slot"] = "warn"
-
-
-@dataclass(frozen=True)
-class SparkSettings:
-    """Spark's master and configuration for runs without ``spark-submit``."""
-
-    master: str = "local[2]"
-    conf: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class MetricsSettings:
-    """Where jobs show their metrics; ``prometheus`` is the host and port at which Prometheus finds them, if at all."""
-
-    prometheus: tuple[str, int] | None = None
-
-
-@dataclass(frozen=True)
-class MessageSettings:
-    """What messages show: ``values`` of rows, and bounds of keys, or none."""
-
-    values: bool = True
 
 
 @dataclass(frozen=True)
@@ -290,11 +197,6 @@ class Pipeline:
         return replace(pipeline, sinks=tuple(bound))
 
 
-def runs_locally(master: str) -> bool:
-    """Whether Spark's tasks run in the driver's own JVM."""
-    return master == "local" or master.startswith("local[")
-
-
 def _read_document(path: str | os.PathLike[str]) -> object:
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -342,80 +244,7 @@ def _sink(section: Section) -> SinkSettings:
     return sink_settings(kind).parse(section)
 
 
-def _restart(section: Section) -> Restart:
-    """A restart strategy with the keys that belong to it."""
-    default = Restart()
-    checks: dict[str, dict[str, Callable[[object], Any]]] = {
-        "fixed-delay": {"attempts": as_positive_integer, "delay": as_seconds},
-        "failure-rate": {"failures": as_positive_integer, "interval": as_positive_seconds, "delay": as_seconds},
-        "none": {},
-    }
-    strategy = section.take("strategy", one_of(*checks), default.strategy)
-    if strategy not in checks:  # a variable that is unknown here; it decides about the other keys
-        return default
-    given = {name: section.take(name, check, getattr(default, name)) for name, check in checks[strategy].items()}
-    section.finish()
-    return dataclasses.replace(default, strategy=cast(Strategy, strategy), **given)
-
-
 def _name(value: object) -> str:
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise ValueError("1 to 40 of the characters a-z, 0-9 and _")
-    return value
-
-
-def _slot_name(value: object) -> str:
-    if not isinstance(value, str) or not _SLOT.fullmatch(value):
-        raise ValueError("1 to 63 of the characters a-z, 0-9 and _, as Postgres demands of slot names")
-    return value
-
-
-def _publication_name(value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value.encode()) <= 63 or "\0" in value:
-        raise ValueError("a name of 1 to 63 bytes")
-    return value
-
-
-def _address(value: object) -> tuple[str, int]:
-    wanted = "an address such as `127.0.0.1:9464`, of this host"
-    try:
-        parts = urlsplit(f"//{as_text(value)}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise ValueError(wanted) from None
-    if not host or port is None or parts.netloc != value or parts.username is not None:
-        raise ValueError(wanted)
-    return host, port
-
-
-def _state_url(value: object) -> str:
-    text = without_password(as_text(value))
-    return text if "://" in text else f"file://{Path(text).absolute()}"
-
-
-def _table_rules(value: object) -> tuple[TableRule, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("a list of `schema.table` entries")
-    return tuple(_table_rule(entry) for entry in value)
-
-
-def _table_rule(entry: object) -> TableRule:
-    if isinstance(entry, str):
-        return TableRule(_pattern(entry))
-    if not isinstance(entry, dict) or not set(entry) <= {"table", "columns", "where"}:
-        raise ValueError("entries `schema.table` or {table: …, columns: […], where: …}")
-    columns = entry.get("columns")
-    if columns is not None and not (isinstance(columns, list) and columns and all(isinstance(c, str) for c in columns)):
-        raise ValueError("columns as a list of names")
-    where = entry.get("where")
-    if where is not None and not isinstance(where, str):
-        raise ValueError("where as an SQL condition")
-    if where is not None and (trouble := find_trouble(where)):
-        raise ValueError(f"where as one SQL condition ({trouble})")
-    return TableRule(_pattern(entry.get("table")), tuple(columns) if columns else None, where)
-
-
-def _pattern(value: object) -> str:
-    if not isinstance(value, str) or "." not in value:
-        raise ValueError('tables as `schema.table`, for example public.orders or "sales.*"')
     return value

@@ -15,9 +15,10 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
-from airflow_cdc_provider.engine.state.files import State, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from airflow_cdc_provider.engine.state.location import take
 
 _FILE = "ledger.json"

@@ -29,7 +29,8 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.restart_strategy import Attempt, Failure
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.runs.run import Run, rejoin, require_latest
+from airflow_cdc_provider.engine.runs.run import Run, rejoin
+from airflow_cdc_provider.engine.runs.single_writer import require_latest
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_free_slot, end_walsender
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of
 

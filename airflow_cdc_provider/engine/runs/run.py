@@ -23,11 +23,9 @@ from typing import Any, cast
 
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
-    ClockDiffers,
     ConnectionFailed,
     ExitCode,
     Fenced,
-    GateClosed,
     SecondWriter,
     StateUnwritable,
     StreamFailed,
@@ -36,157 +34,55 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.signals import ending_gracefully
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline, TableRule
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget, BudgetWatch
 from airflow_cdc_provider.engine.postgres.slots import SlotState, read_slot
+from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.lag import Lag
 from airflow_cdc_provider.engine.runs.metrics import require_client, serving
 from airflow_cdc_provider.engine.runs.rate import Rate
-from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords, merged
-from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Sink
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate, require_primary
+from airflow_cdc_provider.engine.runs.run_errors import _ERROR, _STOP, _as_recorded, _by_later_run, record_error
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
+from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import end_walsender
-from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of, slot_session
+from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of
+from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from airflow_cdc_provider.engine.state import submission
-from airflow_cdc_provider.engine.state.announcement import announcements
-from airflow_cdc_provider.engine.state.files import (
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import (
+    RESNAPSHOT,
     STALE_SECONDS,
+    STREAM,
     Heartbeat,
     Owner,
-    State,
     forget_heartbeats,
-    read_heartbeats,
     write_heartbeat,
 )
 from airflow_cdc_provider.engine.state.history import History
 from airflow_cdc_provider.engine.state.location import refuse_others
 
-STREAM, RESNAPSHOT, PROVISION = "stream", "resnapshot", "provision"
-"""Names of parts of a run, and of the command that it begins with."""
 _log = logging.getLogger(__name__)
+
+
 _BEAT_SECONDS = 2.0
+
+
 _RELEASE_SECONDS = 5.0
+
+
 _CLOCK_SECONDS = 10.0  # clocks of hosts may differ by so much
+
+
 KILL_SECONDS = 4.0
 """So long a job that is to be killed may take to end its unit."""
-_STOP = "stop.json"
-_ERROR = "error.json"
-
-
-def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
-    """The sink of a pipeline that has one.
-
-    :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
-    """
-    return pipeline.sink.open(pipeline.name, part)
-
-
-def commit_record_of(pipeline: Pipeline, part: str = "") -> CommitRecord:
-    """What keeps the commit record, of all sinks as one; see :func:`sink_of`."""
-    if len(pipeline.sinks) == 1:
-        return sink_of(pipeline, part)
-    return SeveralRecords([sink_of(branch, part) for branch in pipeline.branches])
 
 
 def budget_of(pipeline: Pipeline) -> Budget:
     """The slot's budget that a pipeline file sets."""
     return Budget(pipeline.stream.max_retained_wal, pipeline.stream.on_max_retained_wal)
-
-
-def record_if_any(pipeline: Pipeline) -> Record | None:
-    """The commit record of those sinks that have one, as one."""
-    found = (sink_of(branch).record() for branch in pipeline.branches)
-    records = [record for record in found if record is not None]
-    return merged(records) if records else None
-
-
-def existing_record(pipeline: Pipeline) -> Record:
-    """The pipeline's commit record.
-
-    :raises GateClosed: when it has never been provisioned.
-    """
-    record = commit_record_of(pipeline).record()
-    if record is None:
-        sink = "the sink" if len(pipeline.sinks) == 1 else "one of the sinks"
-        raise GateClosed(
-            f"{sink} has no commit record of pipeline {pipeline.name!r}",
-            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, restore it from a backup;"
-            " without one, run `airflow-cdc drop`, empty or drop the target tables, and `run`."
-            if pipeline.topics is not None
-            else "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
-            " `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it makes the record"
-            " anew, with publication and slot, and reads all tables again.",
-        )
-    return record
-
-
-def refuse_second_writer(state: State, epoch: int, part: str | None, takeover: bool) -> None:
-    """Refuse to go on while another process works on the pipeline.
-
-    :param epoch: the pipeline's; a process of an earlier one has been overtaken, and the sink refuses what it does.
-    :param part: look only at this part of the run; ``None`` for all.
-    :raises SecondWriter: naming the other process.
-    """
-    for beat in read_heartbeats(state):
-        working = beat.alive and beat.owner != Owner.this() and beat.epoch >= epoch
-        if working and part in (None, beat.part) and not takeover and not submission.given_up(state, beat.submission):
-            ahead = beat.at - time.time()
-            if ahead > _CLOCK_SECONDS and beat.owner.lives is None:
-                raise ClockDiffers(
-                    f"the last heartbeat of {beat.owner} ({beat.part}, epoch {beat.epoch}) is {ahead:.0f} s in the"
-                    " future: the clock of that host or of this one is wrong, so nobody can tell whether it is alive",
-                    "Set the clocks of both hosts (NTP), then try again. If that process has ended, take over with"
-                    " --takeover.",
-                )
-            raise SecondWriter(
-                f"{beat.owner} is working on this pipeline ({beat.part}, epoch {beat.epoch},"
-                f" last heartbeat {time.time() - beat.at:.0f} s ago)",
-                "Wait for it, end it with `airflow-cdc stop`, or take over with --takeover.",
-            )
-
-
-def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
-    """Become the pipeline's only writer, and end what an earlier run has left on the slot.
-
-    :returns: the epoch. What the record says afterwards may be another's already: see :func:`require_epoch`.
-    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
-    :raises Fenced: when another run takes over at once.
-    :raises GateClosed: when the source is a standby.
-    """
-    record = existing_record(pipeline)
-    refuse_second_writer(state, record.epoch, None, takeover)
-    if pipeline.topics is not None:
-        return commit_record_of(pipeline).take_epoch(str(Owner.this()))
-    # Of the record, not of the file: a slot that the file names by mistake is another's.
-    slot = record.identity["slot"]
-    # Its session is opened before: one that cannot replicate must not end a run that can.
-    with connected(pipeline.source.dsn) as source, slot_session(pipeline.source, source) as session:
-        require_primary(source)
-        records = commit_record_of(pipeline)
-        epoch = records.take_epoch(str(Owner.this()))
-        end_walsender(session, slot, reader_of(pipeline.source, slot), partial(records.fenced, epoch))
-    return epoch
-
-
-def require_epoch(record: Record, epoch: int) -> None:
-    """Refuse to go on under an epoch that is no longer the pipeline's.
-
-    :raises Fenced: when another run has taken over.
-    """
-    if record.epoch != epoch:
-        raise Fenced.by("the pipeline is at", record.epoch, epoch)
-
-
-def require_latest(state: State, epoch: int) -> None:
-    """Refuse to go on when a job of a later epoch has left a heartbeat: for when the record cannot be asked.
-
-    :raises Fenced: when another run has taken over.
-    """
-    for beat in read_heartbeats(state):
-        if beat.epoch > epoch:
-            raise Fenced.by(f"{beat.owner} works under", beat.epoch, epoch)
 
 
 def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
@@ -199,23 +95,6 @@ def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]
     if news:
         sink.note_source(record.epoch, news)
     return news
-
-
-def require_targets(sink: Sink, record: Record) -> None:
-    """Refuse to go on without target tables.
-
-    :raises GateClosed: naming those that are gone.
-    """
-    gone = sink.missing(record.targets)
-    if gone:
-        names = ", ".join(f"{target.schema}.{target.name}" for target in gone)
-        tables = " ".join(f"--table {target.table.label}" for target in gone)
-        raise GateClosed(
-            f"target tables of the pipeline no longer exist: {names}",
-            f"Run `airflow-cdc resnapshot {'--all' if record.unfinished else tables}`: it creates and fills them."
-            if "slot" in record.identity
-            else "Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning of its topics.",
-        )
 
 
 @dataclass
@@ -532,71 +411,9 @@ def rejoin(run: Run) -> Record:
     return record
 
 
-def record_error(state: State, part: str, error: CdcError) -> None:
-    """Leave an error where ``status`` and Airflow find it: for a part, or a command, that is no :class:`Run`."""
-    note_error(state, part, error)
-    state.write(_ERROR, _as_recorded(error, part))
-
-
-def note_error(state: State, part: str, error: CdcError) -> None:
-    """Leave an error in the history only: for a command on whose success the pipeline does not depend."""
-    history = History(state, part)
-    history.error(error)
-    history.write()
-    error.noted = True
-
-
-def _by_later_run(state: State, epoch: int, error: CdcError) -> bool:
-    """Return whether an error says no more than that another run has taken over, to which the state belongs then."""
-    return isinstance(error, Fenced) and any(beat.epoch > epoch for beat in read_heartbeats(state))
-
-
-def _as_recorded(error: CdcError, part: str) -> dict[str, Any]:
-    return error.as_dict() | {"retry": error.retry.value, "part": part, "at": round(time.time(), 3)}
-
-
-def last_error(state: State) -> dict[str, Any] | None:
-    """Return the error that ended the last run, or a command since, with its ``part`` and ``at``, if one did."""
-    return state.read_sound(_ERROR, _recorded)
-
-
-def _recorded(values: dict[str, Any]) -> dict[str, Any]:
-    for name in ("kind", "message", "solution"):
-        as_type(values[name], str, name)
-    return values
-
-
 def _owners(values: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = as_type(values["owners"], list[dict[str, Any]], "owners")
     return found
-
-
-def forget_error(state: State, part: str) -> None:
-    """Remove the last error if it is of a part, or command, that works by now; provisioning begins a new run."""
-    error = last_error(state)
-    if error is not None and part in (PROVISION, error.get("part")):
-        state.remove(_ERROR)
-
-
-def request_stop(state: State) -> list[str]:
-    """Ask the jobs that are alive to end after their current unit, and Airflow not to begin again those that died.
-
-    Jobs that come later are not concerned.
-
-    :returns: the parts that were asked.
-    """
-    alive = [beat for beat in read_heartbeats(state) if beat.alive]
-    working = {beat.owner for beat in alive}
-    alive += [beat for beat in announcements(state) if beat.owner not in working]
-    owners = [asdict(beat.owner) for beat in alive if beat.submission is None]
-    if owners:
-        state.write(_STOP, {"owners": owners})
-    submitted = {each.id: each.part for each in submission.awaited(state)}
-    # One that is alive need not be the latest of its part: another Dag may have begun one, and failed.
-    submitted |= {beat.submission: beat.part for beat in alive if beat.submission is not None}
-    for id_ in submitted:
-        submission.ask_to_stop(state, id_, submission.Asker.USER)
-    return sorted({*(beat.part for beat in alive), *submitted.values()})
 
 
 @contextmanager

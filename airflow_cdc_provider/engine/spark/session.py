@@ -28,10 +28,11 @@ from pyspark.sql import SparkSession
 
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.core.errors import SparkLost, SparkUnusable, hidden_on_executors
-from airflow_cdc_provider.engine.pipeline.pipeline import END_WITHOUT_MEMORY, Pipeline, runs_locally
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.spark.jvm import start_jvm
 from airflow_cdc_provider.engine.spark.local_spark import local_address, local_sockets
 from airflow_cdc_provider.engine.spark.python_interpreter import VARIABLE, is_this_python, python_for_spark
+from airflow_cdc_provider.engine.spark.settings import END_WITHOUT_MEMORY, runs_locally
 
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
 from airflow_cdc_provider.engine.core.errors import StateUnwritable
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, heartbeat_of
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, heartbeat_of
 from airflow_cdc_provider.engine.state.submission import VARIABLE
 
 _FOLDER = "starting"

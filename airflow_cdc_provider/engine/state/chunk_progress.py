@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from airflow_cdc_provider.engine.core.chunk_ranges import Place, places, ranges
-from airflow_cdc_provider.engine.state.files import Heartbeat
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat
 
 
 def chunk_grid(planned: Mapping[Place, tuple[bool, int]], beats: Collection[Heartbeat]) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import JobLost, StateUnwritable
 from airflow_cdc_provider.engine.state.announcement import announcement_of
-from airflow_cdc_provider.engine.state.files import STALE_SECONDS, Heartbeat, State, read_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, Heartbeat, read_heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, give_up, read
 
 PATIENCE_SECONDS = 300.0

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias, TypeVar
 from airflow_cdc_provider.engine.core.errors import CdcError, JobLost, Retry, StateUnwritable
 from airflow_cdc_provider.engine.core.typed_json import as_shape
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.state.files import Owner, State, read_heartbeat, read_heartbeats
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Owner, read_heartbeat, read_heartbeats
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_free_slot, end_walsender
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
-from airflow_cdc_provider.engine.state.files import Heartbeat, Owner, State, write_heartbeat
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from tests.protocol.outages.conftest import Pair
 from tests.protocol.outages.scene import QUICK, SECONDS, applied, copied, marker
 from tests.support.pipelines import PipelineUnderTest

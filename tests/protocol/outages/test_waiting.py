@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, Fenced, GateClosed
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.state.files import read_heartbeats
+from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from tests.conftest import PIPELINE_ROLE
 from tests.protocol.outages.conftest import Pair
 from tests.protocol.outages.scene import LONG, SECONDS, applied, assert_equal, copied, copy_all, marker

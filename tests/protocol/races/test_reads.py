@@ -11,7 +11,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege, StagingLost
 from airflow_cdc_provider.engine.sinks.postgres import sink as postgres
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunk
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.protocol.races.scene import SECONDS, Make, Mode, await_waiting
 from tests.support.pipelines import chunk_task, copy_chunk_of, transaction

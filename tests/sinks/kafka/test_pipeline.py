@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, UnknownTable
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from local_servers.kafka import KafkaServer
@@ -256,7 +257,7 @@ def test_a_request_to_read_again_that_exceeds_a_limit_is_given_up(pipeline: Kafk
     pipeline.copy()
     pipeline.apply()
     pipeline.change(sink={"properties": {"message.max.bytes": "100000"}})
-    request = requests.request(pipeline.pipeline, ["public.t"], None)
+    request = requested_reads.request(pipeline.pipeline, ["public.t"], None)
     pipeline.source("INSERT INTO public.t VALUES (2, 'b')")
     pipeline.apply()
     told = requests.outcome(State(pipeline.pipeline.state), request)

@@ -20,13 +20,14 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres import connection
 from airflow_cdc_provider.engine.postgres.connection import connected, rows
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import _LEAVES
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import published_oids
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from airflow_cdc_provider.engine.sources.postgres.reading import reread
 from airflow_cdc_provider.engine.sources.postgres.stream import stream_job
-from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob, StreamProgress
+from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from tests.conftest import Databases, ServerMaker
 from tests.support.pipelines import SECONDS, PipelineUnderTest, execute, transaction
 from tests.support.streaming import Streaming

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.requests import Standing
@@ -64,10 +65,10 @@ def pass_unit(pipeline: PipelineUnderTest, stream: Streaming) -> None:
 def test_what_a_request_leaves(pipeline: PipelineUnderTest, stream: Streaming) -> None:
     pipeline.target("DELETE FROM public.t", "UPDATE public.u SET body = 'damaged'")
     left = [
-        requests.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
-        requests.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
-        requests.request(pipeline.pipeline, ["public.u", "public.t"], "1 / (id - 11) < 1"),
-        requests.request(pipeline.pipeline, ["public.none"], None),
+        requested_reads.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
+        requested_reads.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
+        requested_reads.request(pipeline.pipeline, ["public.u", "public.t"], "1 / (id - 11) < 1"),
+        requested_reads.request(pipeline.pipeline, ["public.none"], None),
     ]
     found = [ended(pipeline, stream, name) for name in left]
     assert [each["rows"] for each in found] == [
@@ -90,7 +91,7 @@ def test_a_request_that_waits_says_so_and_is_withdrawn(pipeline: PipelineUnderTe
     state = State(pipeline.pipeline.state)
     pipeline.target("DELETE FROM public.t")
     with transaction(pipeline.databases.source, "INSERT INTO public.u VALUES (100, 'open')") as session:
-        name = requests.request(pipeline.pipeline, ["public.t"], None)
+        name = requested_reads.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: bool(pipeline.marker()) and requests.waiting(state, name) is not None, "what it waits for")
         assert str(session.info.backend_pid) in str(requests.waiting(state, name))
         assert requests.standing(state, name) is Standing.BUSY
@@ -108,7 +109,7 @@ def test_a_request_that_waits_says_so_and_is_withdrawn(pipeline: PipelineUnderTe
 def test_a_request_outlives_its_stream(pipeline: PipelineUnderTest) -> None:
     """The next stream carries it out, or its author takes it back."""
     state = State(pipeline.pipeline.state)
-    first, second = (requests.request(pipeline.pipeline, ["public.t"], where) for where in ("id < 3", "id < 2"))
+    first, second = (requested_reads.request(pipeline.pipeline, ["public.t"], where) for where in ("id < 3", "id < 2"))
     assert {requests.standing(state, name) for name in (first, second)} == {Standing.ORPHANED}
     pipeline.target("DELETE FROM public.t")
     assert requests.withdraw(state, first)
@@ -125,10 +126,10 @@ def test_a_request_outlives_its_stream(pipeline: PipelineUnderTest) -> None:
 
 def test_outcomes_are_bounded(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that ended first are forgotten, not those that were left first."""
-    monkeypatch.setattr(requests, "MOST_OUTCOMES", 4)
-    left = [requests.request(pipeline.pipeline, ["public.t"], f"id = {n}") for n in range(4)]
+    monkeypatch.setattr(requested_reads, "MOST_OUTCOMES", 4)
+    left = [requested_reads.request(pipeline.pipeline, ["public.t"], f"id = {n}") for n in range(4)]
     pipeline.apply()
-    oldest = requests.request(pipeline.pipeline, ["public.t"], "id = 3", "1000000000.0-old")
+    oldest = requested_reads.request(pipeline.pipeline, ["public.t"], "id = 3", "1000000000.0-old")
     pipeline.apply()
     assert sorted(path.stem for path in (pipeline.state / "outcomes").iterdir()) == [oldest, left[3]]
     assert json.loads((pipeline.state / f"outcomes/{oldest}.json").read_text())["rows"] == {"public.t": 1}

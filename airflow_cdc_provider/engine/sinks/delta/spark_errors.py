@@ -13,10 +13,10 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.core.errors import SparkUnusable, StreamFailed
-from airflow_cdc_provider.engine.pipeline.pipeline import runs_locally
 from airflow_cdc_provider.engine.spark.jvm import start_jvm
 from airflow_cdc_provider.engine.spark.local_spark import local_address
 from airflow_cdc_provider.engine.spark.session import defaults_on, python_chosen
+from airflow_cdc_provider.engine.spark.settings import runs_locally
 
 SPARK_ERRORS = (PySparkException, Py4JJavaError)
 

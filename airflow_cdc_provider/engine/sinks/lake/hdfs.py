@@ -16,7 +16,7 @@ import requests
 from fsspec.implementations.webhdfs import WebHDFS
 
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.lake.storage import beside
+from airflow_cdc_provider.engine.sinks.lake.temporary_names import beside
 
 _SECONDS = 60.0
 """How long an answer is waited for; by itself, requests would for ever."""

@@ -21,13 +21,18 @@ import fsspec
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.sinks.lake.temporary_names import _TEMPORARY, beside
 
 LOCAL = frozenset({"file", "local"})
+
+
 CREATING = LOCAL | {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "webhdfs"}
 """Protocols of the file systems that create a file only if it is absent, as one step."""
 
-_TEMPORARY = ".tmp-"
+
 _UNFINISHED_SECONDS = 3600.0
+
+
 _memory = threading.Lock()
 
 
@@ -269,12 +274,6 @@ class _Written:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
-
-
-def beside(path: str) -> str:
-    """Where to write what is to become a file, so that neither readers nor :meth:`Place.names` take it for one."""
-    folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}{_TEMPORARY}{name}-{uuid.uuid4().hex}"
 
 
 def _abandon(file: Any) -> None:

@@ -27,17 +27,15 @@ from airflow_cdc_provider.engine.kafka.addresses import readable_logins
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger, write_ledger
-from airflow_cdc_provider.engine.runs.run import (
+from airflow_cdc_provider.engine.runs.commit_records import (
     commit_record_of,
     existing_record,
     record_if_any,
-    refuse_second_writer,
-    require_epoch,
     require_targets,
     sink_of,
-    take_epoch,
 )
+from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger, write_ledger
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.staging_topic import SUFFIX

@@ -27,7 +27,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.message_ranges import MessageRange, ranges_of
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates

@@ -19,8 +19,10 @@ from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.foreach_batch import Batches
-from airflow_cdc_provider.engine.runs.run import Run, existing_record
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
+from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.avro_texts import unknown_schemas
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside
@@ -34,7 +36,6 @@ from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of, fitting
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind, reached, with_all
 from airflow_cdc_provider.engine.sources.kafka.unit_writer import TopicUnits, records_of
-from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamProgress
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 log = logging.getLogger(__name__)

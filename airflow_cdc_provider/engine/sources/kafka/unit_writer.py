@@ -18,7 +18,8 @@ from pyspark.sql import DataFrame, SparkSession
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import Record
-from airflow_cdc_provider.engine.runs.run import Run, existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import Blame, stage_rows, unknown

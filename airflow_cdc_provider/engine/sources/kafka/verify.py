@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.run import existing_record, sink_of
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import Position

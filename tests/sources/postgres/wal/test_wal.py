@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, LimitExceeded, ProtocolError, StreamFailed
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres import replication
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
 from airflow_cdc_provider.engine.postgres.replication import open_replication
@@ -487,7 +488,7 @@ def test_a_walsender_that_is_at_work_may_be_silent(databases: Databases, monkeyp
 
 
 def test_each_host_of_a_dsn_is_given_its_time(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wal_reader, "CONNECT_TIMEOUT", 1)
+    monkeypatch.setattr(replication, "CONNECT_TIMEOUT", 1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         silent = f"127.0.0.1:{mute.getsockname()[1]}"
         user, _, address = databases.source.partition("@")

@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Leaf, Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
-from airflow_cdc_provider.engine.runs.run import existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import Found, find
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import TREE, TYPES, ancestors
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (

@@ -15,10 +15,10 @@ from typing import Any
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Record
-from airflow_cdc_provider.engine.pipeline.pipeline import Source
 from airflow_cdc_provider.engine.postgres.connection import Connection, describe, scalar
 from airflow_cdc_provider.engine.postgres.slots import Identity, SlotState, flushed, is_ours, read_identity, read_slot
 from airflow_cdc_provider.engine.postgres.timeline import left_at, read_history
+from airflow_cdc_provider.engine.sources.postgres.settings import Source
 
 log = logging.getLogger(__name__)
 

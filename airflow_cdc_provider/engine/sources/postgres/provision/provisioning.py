@@ -26,17 +26,10 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.record_copy import Ledger, read_ledger, write_ledger
-from airflow_cdc_provider.engine.runs.run import (
-    existing_record,
-    note_passage,
-    record_if_any,
-    refuse_second_writer,
-    require_epoch,
-    require_targets,
-    sink_of,
-    take_epoch,
-)
+from airflow_cdc_provider.engine.runs.run import note_passage
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import ancestors

@@ -10,7 +10,6 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.core.findings import Caution, Checks, Finding
-from airflow_cdc_provider.engine.pipeline.pipeline import Source
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, describe, row, rows, scalar
 from airflow_cdc_provider.engine.postgres.privileges import (
     LOG_FUNCTIONS,
@@ -23,6 +22,7 @@ from airflow_cdc_provider.engine.postgres.privileges import (
 )
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import slot_session
+from airflow_cdc_provider.engine.sources.postgres.settings import Source
 
 MINIMUM_VERSION = 140000
 # Shorter timeouts end the stream at every pause of the network; status goes out every third of it.

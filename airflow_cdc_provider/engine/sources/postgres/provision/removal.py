@@ -15,8 +15,9 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, quoted
+from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, record_if_any
 from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger
-from airflow_cdc_provider.engine.runs.run import commit_record_of, record_if_any, refuse_second_writer
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import drop_publication
 from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot

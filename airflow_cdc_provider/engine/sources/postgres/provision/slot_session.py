@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from airflow_cdc_provider.engine.pipeline.pipeline import Source
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.postgres.slots import reader_name
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot
+from airflow_cdc_provider.engine.sources.postgres.settings import Source
 
 
 @contextmanager

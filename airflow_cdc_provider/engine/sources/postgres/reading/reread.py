@@ -40,8 +40,10 @@ from airflow_cdc_provider.engine.postgres.driver_errors import is_outage
 from airflow_cdc_provider.engine.postgres.lock_holders import CONTROL_LOCK_SECONDS, naming_holders
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
-from airflow_cdc_provider.engine.runs.run import Run, existing_record, require_epoch, sink_of
+from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.runs.single_writer import require_epoch
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import find
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import keys_condition

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
-import pyarrow as pa
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -24,42 +23,23 @@ from airflow_cdc_provider.engine.changes.schema_change import Refuse, decide
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.chunk_ranges import Place, Range, ranges
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
-from airflow_cdc_provider.engine.core.record import Record, Target, Watermark, target_of
-from airflow_cdc_provider.engine.postgres.connection import connected, describe
-from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
+from airflow_cdc_provider.engine.core.record import Record, Target, target_of
+from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.runs.run import Run, existing_record
-from airflow_cdc_provider.engine.sinks.contract import Sink
-from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import look
+from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import (
+    ChunkTask,
+    Written,
+    commit_chunks,
+    write_chunk,
+)
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import Read, plan_chunk_read, write_rows
-from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 
 _POLL_SECONDS = 1.0
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ChunkTask:
-    """A chunk to copy, with all that an executor needs."""
-
-    sink: Sink
-    epoch: int
-    target: Target
-    chunk: Chunk
-    read: Read
-
-    @property
-    def place(self) -> Place:
-        """By what the chunk is told from all others."""
-        return self.chunk.table, self.chunk.index
-
-
-Written: TypeAlias = tuple[ChunkTask, Any]
-"""A task, and what came of :func:`write_chunk`, which is no error."""
 
 
 @dataclass(frozen=True)
@@ -238,40 +218,3 @@ def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:
         "Start again: finished chunks stay, the others are read. The task's error is in Spark's log.",
         f"the Spark task of chunk {task.chunk.title} failed",
     )
-
-
-def write_chunk(task: ChunkTask) -> Any:
-    """Read one chunk and write it; runs on an executor. Errors are returned: Spark would only try again at once."""
-
-    def write(batches: Iterator[pa.RecordBatch], finish: Callable[[], Watermark]) -> Any:
-        return task.sink.write_chunk(task.epoch, task.target, task.chunk, task.read.origin, batches, finish)
-
-    written = _with_errors_returned(task, lambda: write_rows(task.read, write))
-    if not isinstance(written, CdcError):
-        spare_modules()
-    return written
-
-
-def commit_chunks(written: Sequence[Written]) -> int | CdcError:
-    """Commit chunks of one sink that tasks have written; their rows, or the error that came of it."""
-    copied = [CopiedChunk(t.target, t.chunk, t.read.origin, result) for t, result in written if result is not None]
-    if not copied:
-        return 0
-    task, _ = written[0]
-    rows = _with_errors_returned(task, lambda: task.sink.commit_chunks(task.epoch, copied))
-    return rows if isinstance(rows, CdcError) else sum(count or 0 for count in rows)
-
-
-def copy_chunk(task: ChunkTask) -> int | CdcError:
-    """Read, write and commit one chunk where it is called."""
-    written = write_chunk(task)
-    return written if isinstance(written, CdcError) else commit_chunks([(task, written)])
-
-
-def _with_errors_returned(task: ChunkTask, work: Callable[[], T]) -> T | CdcError:
-    try:
-        return work()
-    except CdcError as e:
-        return e
-    except tuple(DRIVER_ERRORS) as e:
-        return driver_failure(e, f"chunk {task.chunk.title} from {describe(task.read.dsn)}")

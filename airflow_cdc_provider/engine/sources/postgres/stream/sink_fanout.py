@@ -18,11 +18,12 @@ from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
-from airflow_cdc_provider.engine.runs.run import Run, existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate
+from airflow_cdc_provider.engine.sources.postgres.reading.requested_reads import take_requests
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
-from airflow_cdc_provider.engine.state.requests import take_requests
 
 
 class Fanout:

@@ -94,7 +94,7 @@ class Meeting:
     def of(cls, spark: SparkSession, directory: str) -> Self:
         """The one of the jobs of a session."""
         # Of what imports this module only the driver needs pipeline files.
-        from airflow_cdc_provider.engine.pipeline.pipeline import runs_locally
+        from airflow_cdc_provider.engine.spark.settings import runs_locally
 
         context = spark.sparkContext
         return cls(directory, context.defaultParallelism if runs_locally(str(context.master)) else 0)

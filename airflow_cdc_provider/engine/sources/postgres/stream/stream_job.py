@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.core.errors import CdcError, StreamFailed, TableLocked
-from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, row
@@ -29,6 +27,7 @@ from airflow_cdc_provider.engine.postgres.lock_holders import naming_holders
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
 from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.runs.foreach_batch import Batches
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
@@ -39,60 +38,14 @@ from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 log = logging.getLogger(__name__)
 
+
 _ACKNOWLEDGE_SECONDS = 30.0
+
+
 _STARTS = 5
+
+
 _POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class StreamProgress:
-    """How far the stream is.
-
-    :param applied: LSN durable in the sink.
-    :param changes: row changes committed by this job.
-    :param seconds: time spent in batches that held changes.
-    :param tables: the changes by table, of the tables that are captured.
-    :param batch_seconds: time spent in the last batch that held changes, ``None`` before there was one.
-    :param waiting: what other transactions hold up: see :attr:`.Units.waiting`, or the look at the catalog.
-    :param counts: what else has been counted, by name.
-    :param lag_messages: how many messages of topics have not been read; ``None`` where there are no topics.
-    """
-
-    applied: int
-    changes: int = 0
-    seconds: float = 0.0
-    tables: Mapping[str, int] = field(default_factory=dict)
-    batch_seconds: float | None = None
-    waiting: str | None = None
-    counts: Mapping[str, int] = field(default_factory=dict)
-    lag_messages: int | None = None
-
-    def plus(self, further: StreamProgress) -> StreamProgress:
-        """The progress after a further attempt, which begins where this one ended."""
-        return StreamProgress(
-            further.applied,
-            self.changes + further.changes,
-            self.seconds + further.seconds,
-            Counter(self.tables) + Counter(further.tables),
-            self.batch_seconds if further.batch_seconds is None else further.batch_seconds,
-            further.waiting,
-            {name: self.counts.get(name, 0) + count for name, count in further.counts.items()},
-            further.lag_messages,
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """The progress as JSON values."""
-        values = {
-            "applied_lsn": format_lsn(self.applied),
-            "changes": self.changes,
-            "seconds": self.seconds,
-            "rows_per_second": round(self.changes / self.seconds) if self.seconds else 0,
-            "tables": dict(self.tables),
-            "batch_seconds": self.batch_seconds,
-            **self.counts,
-        }
-        values |= {} if self.lag_messages is None else {"lag_messages": self.lag_messages}
-        return values | ({"waiting": self.waiting} if self.waiting else {})
 
 
 class StreamJob:

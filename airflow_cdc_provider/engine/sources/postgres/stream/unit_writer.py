@@ -33,18 +33,19 @@ from airflow_cdc_provider.engine.core.row_changes import Relation
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
-from airflow_cdc_provider.engine.runs.run import Run, existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sinks.contract import Eager
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, RowsNeeded, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import catalog_state, drifted, look
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
+from airflow_cdc_provider.engine.sources.postgres.reading.requested_reads import requested
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist, read_keys_again
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END, Stage, Unplaced, open_filters
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
-from airflow_cdc_provider.engine.state.requests import requested
 
 T = TypeVar("T")
 

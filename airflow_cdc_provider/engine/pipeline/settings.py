@@ -1,0 +1,92 @@
+"""Sections of a pipeline file that belong to no kind of source or sink."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import urlsplit
+
+from airflow_cdc_provider.engine.core.section import Section, without_password
+from airflow_cdc_provider.engine.core.section_values import (
+    as_positive_integer,
+    as_positive_seconds,
+    as_seconds,
+    as_text,
+    one_of,
+)
+from airflow_cdc_provider.engine.pipeline.restart_strategy import Restart, Strategy
+
+
+@dataclass(frozen=True)
+class SnapshotSettings:
+    """How the initial copy is made: ``chunk_rows`` rows a chunk, ``parallelism`` chunks at a time."""
+
+    mode: Literal["initial", "never", "only"] = "initial"
+    chunk_rows: int = 500_000
+    parallelism: int = 2
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """How the log is followed; ``trigger`` and ``heartbeat`` in seconds, sizes in bytes.
+
+    :param restart: when a job that broke, of stream or snapshot, is begun again.
+    :param max_retained_wal: the log that the source may keep for the slot before ``on_max_retained_wal`` is done.
+    """
+
+    trigger: float = 2.0
+    max_batch_bytes: int = 64 << 20
+    heartbeat: float = 10.0
+    restart: Restart = field(default_factory=Restart)
+    max_retained_wal: int = 10 << 30
+    on_max_retained_wal: Literal["warn", "stop", "drop-slot"] = "warn"
+
+
+@dataclass(frozen=True)
+class MetricsSettings:
+    """Where jobs show their metrics; ``prometheus`` is the host and port at which Prometheus finds them, if at all."""
+
+    prometheus: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class MessageSettings:
+    """What messages show: ``values`` of rows, and bounds of keys, or none."""
+
+    values: bool = True
+
+
+def _restart(section: Section) -> Restart:
+    """A restart strategy with the keys that belong to it."""
+    default = Restart()
+    checks: dict[str, dict[str, Callable[[object], Any]]] = {
+        "fixed-delay": {"attempts": as_positive_integer, "delay": as_seconds},
+        "failure-rate": {"failures": as_positive_integer, "interval": as_positive_seconds, "delay": as_seconds},
+        "none": {},
+    }
+    strategy = section.take("strategy", one_of(*checks), default.strategy)
+    if strategy not in checks:  # a variable that is unknown here; it decides about the other keys
+        return default
+    given = {name: section.take(name, check, getattr(default, name)) for name, check in checks[strategy].items()}
+    section.finish()
+    return dataclasses.replace(default, strategy=cast(Strategy, strategy), **given)
+
+
+def _address(value: object) -> tuple[str, int]:
+    wanted = "an address such as `127.0.0.1:9464`, of this host"
+    try:
+        parts = urlsplit(f"//{as_text(value)}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not host or port is None or parts.netloc != value or parts.username is not None:
+        raise ValueError(wanted)
+    return host, port
+
+
+def _state_url(value: object) -> str:
+    text = without_password(as_text(value))
+    return text if "://" in text else f"file://{Path(text).absolute()}"

@@ -1,0 +1,70 @@
+"""The commit records of a pipeline's sinks, as one where they are several."""
+
+from __future__ import annotations
+
+from airflow_cdc_provider.engine.core.errors import (
+    GateClosed,
+)
+from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords, merged
+from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Sink
+
+
+def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
+    """The sink of a pipeline that has one.
+
+    :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
+    """
+    return pipeline.sink.open(pipeline.name, part)
+
+
+def commit_record_of(pipeline: Pipeline, part: str = "") -> CommitRecord:
+    """What keeps the commit record, of all sinks as one; see :func:`sink_of`."""
+    if len(pipeline.sinks) == 1:
+        return sink_of(pipeline, part)
+    return SeveralRecords([sink_of(branch, part) for branch in pipeline.branches])
+
+
+def record_if_any(pipeline: Pipeline) -> Record | None:
+    """The commit record of those sinks that have one, as one."""
+    found = (sink_of(branch).record() for branch in pipeline.branches)
+    records = [record for record in found if record is not None]
+    return merged(records) if records else None
+
+
+def existing_record(pipeline: Pipeline) -> Record:
+    """The pipeline's commit record.
+
+    :raises GateClosed: when it has never been provisioned.
+    """
+    record = commit_record_of(pipeline).record()
+    if record is None:
+        sink = "the sink" if len(pipeline.sinks) == 1 else "one of the sinks"
+        raise GateClosed(
+            f"{sink} has no commit record of pipeline {pipeline.name!r}",
+            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, restore it from a backup;"
+            " without one, run `airflow-cdc drop`, empty or drop the target tables, and `run`."
+            if pipeline.topics is not None
+            else "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
+            " `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it makes the record"
+            " anew, with publication and slot, and reads all tables again.",
+        )
+    return record
+
+
+def require_targets(sink: Sink, record: Record) -> None:
+    """Refuse to go on without target tables.
+
+    :raises GateClosed: naming those that are gone.
+    """
+    gone = sink.missing(record.targets)
+    if gone:
+        names = ", ".join(f"{target.schema}.{target.name}" for target in gone)
+        tables = " ".join(f"--table {target.table.label}" for target in gone)
+        raise GateClosed(
+            f"target tables of the pipeline no longer exist: {names}",
+            f"Run `airflow-cdc resnapshot {'--all' if record.unfinished else tables}`: it creates and fills them."
+            if "slot" in record.identity
+            else "Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning of its topics.",
+        )

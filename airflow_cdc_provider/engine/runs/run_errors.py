@@ -1,0 +1,88 @@
+"""What ended the last run, and requests to stop, in the state."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from airflow_cdc_provider.engine.core.errors import (
+    CdcError,
+    Fenced,
+)
+from airflow_cdc_provider.engine.core.typed_json import as_type
+from airflow_cdc_provider.engine.state import submission
+from airflow_cdc_provider.engine.state.announcement import announcements
+from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import (
+    PROVISION,
+    read_heartbeats,
+)
+from airflow_cdc_provider.engine.state.history import History
+
+_STOP = "stop.json"
+
+
+_ERROR = "error.json"
+
+
+def record_error(state: State, part: str, error: CdcError) -> None:
+    """Leave an error where ``status`` and Airflow find it: for a part, or a command, that is no :class:`Run`."""
+    note_error(state, part, error)
+    state.write(_ERROR, _as_recorded(error, part))
+
+
+def note_error(state: State, part: str, error: CdcError) -> None:
+    """Leave an error in the history only: for a command on whose success the pipeline does not depend."""
+    history = History(state, part)
+    history.error(error)
+    history.write()
+    error.noted = True
+
+
+def _by_later_run(state: State, epoch: int, error: CdcError) -> bool:
+    """Return whether an error says no more than that another run has taken over, to which the state belongs then."""
+    return isinstance(error, Fenced) and any(beat.epoch > epoch for beat in read_heartbeats(state))
+
+
+def _as_recorded(error: CdcError, part: str) -> dict[str, Any]:
+    return error.as_dict() | {"retry": error.retry.value, "part": part, "at": round(time.time(), 3)}
+
+
+def last_error(state: State) -> dict[str, Any] | None:
+    """Return the error that ended the last run, or a command since, with its ``part`` and ``at``, if one did."""
+    return state.read_sound(_ERROR, _recorded)
+
+
+def _recorded(values: dict[str, Any]) -> dict[str, Any]:
+    for name in ("kind", "message", "solution"):
+        as_type(values[name], str, name)
+    return values
+
+
+def forget_error(state: State, part: str) -> None:
+    """Remove the last error if it is of a part, or command, that works by now; provisioning begins a new run."""
+    error = last_error(state)
+    if error is not None and part in (PROVISION, error.get("part")):
+        state.remove(_ERROR)
+
+
+def request_stop(state: State) -> list[str]:
+    """Ask the jobs that are alive to end after their current unit, and Airflow not to begin again those that died.
+
+    Jobs that come later are not concerned.
+
+    :returns: the parts that were asked.
+    """
+    alive = [beat for beat in read_heartbeats(state) if beat.alive]
+    working = {beat.owner for beat in alive}
+    alive += [beat for beat in announcements(state) if beat.owner not in working]
+    owners = [asdict(beat.owner) for beat in alive if beat.submission is None]
+    if owners:
+        state.write(_STOP, {"owners": owners})
+    submitted = {each.id: each.part for each in submission.awaited(state)}
+    # One that is alive need not be the latest of its part: another Dag may have begun one, and failed.
+    submitted |= {beat.submission: beat.part for beat in alive if beat.submission is not None}
+    for id_ in submitted:
+        submission.ask_to_stop(state, id_, submission.Asker.USER)
+    return sorted({*(beat.part for beat in alive), *submitted.values()})
