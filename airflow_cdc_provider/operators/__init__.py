@@ -1,0 +1,1 @@
+"""Operators: a pipeline's commands as tasks."""

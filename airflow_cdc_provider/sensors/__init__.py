@@ -1,0 +1,1 @@
+"""Sensors that wait for a pipeline or a slot."""

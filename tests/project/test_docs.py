@@ -23,6 +23,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.settings import MetricsSettings, SnapshotSettings, StreamSettings
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.spark.settings import SparkSettings
+from tests.project.code_map import BEGIN, END, PAGE, code_map
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -260,8 +261,7 @@ def test_make_targets_exist(document: str) -> None:
     assert named <= targets
 
 
-def test_the_map_of_the_code_names_every_module_of_the_engine() -> None:
-    text = read(ROOT / "docs" / "concepts.md").partition("## The map of the code")[2]
-    helpers = {"__init__.py", "connection.py", "failpoint.py", "lsn.py", "session.py", "table.py"}
-    modules = {path.name for path in (ROOT / "airflow_cdc_provider" / "engine").glob("*.py")} - helpers
-    assert [name for name in sorted(modules) if name not in text] == []
+def test_the_map_of_the_code_is_that_of_the_folders() -> None:
+    """Else run ``python -m tests.project.code_map``."""
+    text = read(PAGE)
+    assert code_map() == text.partition(BEGIN)[2].partition(END)[0]

@@ -15,16 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.section_values import _spelled, as_text, connection_uri
+from airflow_cdc_provider.engine.core.section_values import Misspelt, _spelled, as_text, connection_uri
 
 T = TypeVar("T")
 
 
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 """An environment variable in a value."""
-
-
-_MEASURE = re.compile(r"\d{1,4}(\.\d{1,2})? ?[A-Za-z]{0,2}")
 
 
 _NAME = re.compile(r"[A-Za-z_][\w.\[\]-]{0,99}")
@@ -222,15 +219,6 @@ class Section:
                 f"{self._full(str(key))}: unknown key (its value is {_kind(value)})",
                 f"Remove it, or use one of: {', '.join(sorted(self._known))}.",
             )
-
-
-class Misspelt(ValueError):
-    """Raised by a check for a value that is nearly one of those that it takes, and so no secret."""
-
-
-def _unit(value: object) -> type[ValueError]:
-    """The error for what is no duration or size: a short number with two letters is a wrong one, and no secret."""
-    return Misspelt if isinstance(value, str) and _MEASURE.fullmatch(value) else ValueError
 
 
 def _shown(value: object, error: ValueError) -> str:

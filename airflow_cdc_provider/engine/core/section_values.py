@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable
 from urllib.parse import quote, urlencode, urlsplit
 
-from airflow_cdc_provider.engine.core.section import Misspelt, _unit
-
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minutes?|h|hours?)$")
 
 
@@ -155,3 +153,15 @@ def database_of(dsn: str) -> str:
     import psycopg2.extensions  # late, as above
 
     return str(psycopg2.extensions.parse_dsn(dsn)["dbname"])
+
+
+_MEASURE = re.compile(r"\d{1,4}(\.\d{1,2})? ?[A-Za-z]{0,2}")
+
+
+class Misspelt(ValueError):
+    """Raised by a check for a value that is nearly one of those that it takes, and so no secret."""
+
+
+def _unit(value: object) -> type[ValueError]:
+    """The error for what is no duration or size: a short number with two letters is a wrong one, and no secret."""
+    return Misspelt if isinstance(value, str) and _MEASURE.fullmatch(value) else ValueError

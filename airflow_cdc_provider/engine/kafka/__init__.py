@@ -1,1 +1,1 @@
-"""What the Kafka sink and topics as a source have in common: how a cluster is named, and how it is talked to."""
+"""A Kafka cluster: addresses, client, message ranges, schema registry."""

@@ -1,1 +1,1 @@
-"""The Delta sink."""
+"""Delta Lake as a sink: tables that Spark writes, committed with the record's log."""

@@ -1,1 +1,1 @@
-"""The files sink: change logs as Parquet or JSON files below a path."""
+"""Files as a sink: change logs as Parquet or JSON files below a path."""

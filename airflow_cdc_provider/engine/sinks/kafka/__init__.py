@@ -1,1 +1,1 @@
-"""The Kafka sink: changes of tables as messages, each unit in all topics at once, in one transaction."""
+"""Kafka as a sink: changes as messages, each unit in all topics in one transaction."""

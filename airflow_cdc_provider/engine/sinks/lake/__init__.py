@@ -1,1 +1,1 @@
-"""What sinks share whose store has files and no transactions."""
+"""What sinks share whose store is files: paths, storage, and a log of entries."""

@@ -1,1 +1,1 @@
-"""The MySQL and MariaDB sink; see :mod:`.sink`."""
+"""MySQL and MariaDB as a sink."""

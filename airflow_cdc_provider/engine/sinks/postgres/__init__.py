@@ -1,1 +1,1 @@
-"""The Postgres sink."""
+"""Postgres as a sink."""
