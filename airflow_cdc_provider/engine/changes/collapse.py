@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from airflow_cdc_provider.engine.changes.key_halves import Halves, _take, encode, sent
+from airflow_cdc_provider.engine.changes.key_halves import Halves, encode, sent, take
 from airflow_cdc_provider.engine.core.row_changes import Changes
 
 
@@ -68,7 +68,7 @@ def collapse(
     """
     chosen = np.flatnonzero(kept & (halves.row > truncated_at))
     row, erase = halves.row[chosen], halves.erase[chosen]
-    keys = [_take(column, chosen) for column in halves.key]
+    keys = [take(column, chosen) for column in halves.key]
     code, distinct = encode(keys)
     last = np.empty(distinct, dtype=np.int64)
     last[code] = np.arange(len(code))  # of the halves of one key the last stays
@@ -87,13 +87,13 @@ def collapse(
     values = []
     for column, (value, unsent) in enumerate(columns):
         if column in key:
-            values.append(_take(keys[key.index(column)], last))
+            values.append(take(keys[key.index(column)], last))
         elif lineages is None or unsent is None:
-            values.append(_take(value, row[last], erased))
+            values.append(take(value, row[last], erased))
         else:
             source = lineages.latest(~unsent[row], last)
             unknown = (source < 0) & ~erased
-            values.append(_take(value, row[source], erased | unknown))
+            values.append(take(value, row[source], erased | unknown))
             if unknown.any():
                 missing[column] = unknown
 
@@ -101,7 +101,7 @@ def collapse(
     origin = np.full(len(last), -1)
     if lineages is not None and missing:
         origin = np.where(np.logical_or.reduce(list(missing.values())), lineages.origin[last], -1)
-    return Collapsed(rows, erased, fresh[last], missing, tuple(_take(column, origin, origin < 0) for column in keys))
+    return Collapsed(rows, erased, fresh[last], missing, tuple(take(column, origin, origin < 0) for column in keys))
 
 
 def _links(halves: Halves, chosen: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -49,7 +49,7 @@ def split(changes: Changes, key: tuple[int, ...]) -> Halves:
     arrives[1:] = row[1:] == row[:-1]
     erase = (changes.op == ord("d"))[row] | (moved[row] & ~arrives)
     columns = [pa.concat_arrays(pair) for pair in zip(new, old, strict=True)] if erase.any() and old else new
-    keys = tuple(_take(column, row + np.where(erase, count, 0) if old else row) for column in columns)
+    keys = tuple(take(column, row + np.where(erase, count, 0) if old else row) for column in columns)
     if any(column.null_count for column in keys):
         table = f"{changes.relation.schema}.{changes.relation.name}"
         raise ProtocolError(
@@ -89,7 +89,7 @@ def _number(column: pa.Array) -> tuple[NDArray[np.int64], int]:
     return pc.fill_null(encoded.indices, distinct).to_numpy().astype(np.int64), distinct + bool(column.null_count)
 
 
-def _take(column: pa.Array, index: NDArray[np.int64], null: NDArray[np.bool_] | None = None) -> pa.Array:
+def take(column: pa.Array, index: NDArray[np.int64], null: NDArray[np.bool_] | None = None) -> pa.Array:
     """Take rows of a column, nulls where told; a column taken as it is costs nothing."""
     if null is not None and null.any():
         return column.take(pa.array(index, mask=null))

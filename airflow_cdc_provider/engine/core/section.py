@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.section_values import Misspelt, _spelled, as_text, connection_uri
+from airflow_cdc_provider.engine.core.section_values import Misspelt, as_text, connection_uri, spelled
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Section:
             return ()
         section = self.inner(key, self._values.pop(key))
         names = [str(name) for name in section._values]
-        section._values = {str(name): _spelled(value) for name, value in section._values.items()}
+        section._values = {str(name): spelled(value) for name, value in section._values.items()}
         return tuple((name, section.take(name, as_text, secret=secret)) for name in names)
 
     def settings(self, key: str, kind: type[T], **checks: Callable[[object], Any]) -> T:

@@ -88,10 +88,10 @@ def as_mapping(value: object) -> dict[str, str]:
     """A mapping of texts to texts; true and false become words as Spark and Java write them."""
     if not isinstance(value, dict):
         raise ValueError("a mapping of names to values")
-    return {str(k): _spelled(v) for k, v in value.items()}
+    return {str(k): spelled(v) for k, v in value.items()}
 
 
-def _spelled(value: object) -> str:
+def spelled(value: object) -> str:
     """A value as Spark and Java write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -36,13 +36,18 @@ from airflow_cdc_provider.engine.pipeline.settings import (
     MetricsSettings,
     SnapshotSettings,
     StreamSettings,
-    _address,
-    _restart,
-    _state_url,
+    as_address,
+    as_restart,
+    as_state_url,
 )
 from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
-from airflow_cdc_provider.engine.sources.postgres.settings import Source, _publication_name, _slot_name, _table_rules
-from airflow_cdc_provider.engine.spark.settings import _ONE_COMPILER, END_WITHOUT_MEMORY, SparkSettings, runs_locally
+from airflow_cdc_provider.engine.sources.postgres.settings import (
+    Source,
+    as_publication_name,
+    as_slot_name,
+    as_table_rules,
+)
+from airflow_cdc_provider.engine.spark.settings import END_WITHOUT_MEMORY, ONE_COMPILER, SparkSettings, runs_locally
 
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
 
@@ -129,7 +134,7 @@ class Pipeline:
         """
         if not runs_locally(master) or self.topics is not None or any(sink.spark_conf for sink in self.sinks):
             return self.spark_conf
-        return {"spark.driver.defaultJavaOptions": f"{END_WITHOUT_MEMORY} {_ONE_COMPILER}", **self.spark_conf}
+        return {"spark.driver.defaultJavaOptions": f"{END_WITHOUT_MEMORY} {ONE_COMPILER}", **self.spark_conf}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> Pipeline:
@@ -161,7 +166,7 @@ class Pipeline:
             name=name,
             reads=_source(source, name),
             sinks=tuple(map(_sink, sinks)),
-            state=root.take("state", _state_url),
+            state=root.take("state", as_state_url),
             snapshot=root.settings(
                 "snapshot",
                 SnapshotSettings,
@@ -175,12 +180,12 @@ class Pipeline:
                 trigger=as_seconds,
                 max_batch_bytes=parse_bytes,
                 heartbeat=as_positive_seconds,
-                restart=lambda value: _restart(root.inner("stream.restart", value)),
+                restart=lambda value: as_restart(root.inner("stream.restart", value)),
                 max_retained_wal=parse_bytes,
                 on_max_retained_wal=one_of("warn", "stop", "drop-slot"),
             ),
             spark=root.settings("spark", SparkSettings, master=as_text, conf=as_mapping),
-            metrics=root.settings("metrics", MetricsSettings, prometheus=_address),
+            metrics=root.settings("metrics", MetricsSettings, prometheus=as_address),
             messages=root.settings("messages", MessageSettings, values=as_flag),
         )
         source.finish()
@@ -232,9 +237,9 @@ def _source(section: Section, name: str) -> Source | TopicSource:
         return TopicSource.parse(section)
     return Source(
         dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres"),
-        tables=section.take("tables", _table_rules),
-        slot=section.take("slot", _slot_name, f"airflow_cdc_{name}"),
-        publication=section.take("publication", _publication_name, f"airflow_cdc_{name}"),
+        tables=section.take("tables", as_table_rules),
+        slot=section.take("slot", as_slot_name, f"airflow_cdc_{name}"),
+        publication=section.take("publication", as_publication_name, f"airflow_cdc_{name}"),
         replication_dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres", prefix="replication_"),
     )
 

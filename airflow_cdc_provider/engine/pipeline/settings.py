@@ -59,7 +59,7 @@ class MessageSettings:
     values: bool = True
 
 
-def _restart(section: Section) -> Restart:
+def as_restart(section: Section) -> Restart:
     """A restart strategy with the keys that belong to it."""
     default = Restart()
     checks: dict[str, dict[str, Callable[[object], Any]]] = {
@@ -75,7 +75,7 @@ def _restart(section: Section) -> Restart:
     return dataclasses.replace(default, strategy=cast(Strategy, strategy), **given)
 
 
-def _address(value: object) -> tuple[str, int]:
+def as_address(value: object) -> tuple[str, int]:
     wanted = "an address such as `127.0.0.1:9464`, of this host"
     try:
         parts = urlsplit(f"//{as_text(value)}")
@@ -87,6 +87,6 @@ def _address(value: object) -> tuple[str, int]:
     return host, port
 
 
-def _state_url(value: object) -> str:
+def as_state_url(value: object) -> str:
     text = without_password(as_text(value))
     return text if "://" in text else f"file://{Path(text).absolute()}"

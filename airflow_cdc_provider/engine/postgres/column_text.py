@@ -11,7 +11,7 @@ _CAST_DIFFERS = frozenset({16, 18, 19, 142, 650, 869, 1042})
 
 
 # Types whose bare name means a length of one.
-_UNMODIFIED = {"character": "bpchar", "bit": '"bit"'}
+UNMODIFIED = {"character": "bpchar", "bit": '"bit"'}
 
 
 def text_of(column: Column, qualifier: str | None = None) -> sql.Composable:

@@ -15,11 +15,6 @@ MESSAGE_PREFIX = "airflow_cdc"
 """Prefix of the logical messages (markers, heartbeats) that this engine writes into the source's log."""
 
 
-# A stale catalog comes about only by way of Postgres' FULL_SNAPSHOT, which takes three records of running transactions
-# of 56 bytes or more. Who finds a record without any before that begins with a catalog that is whole.
-_BY_WAY_OF_FULL_SNAPSHOT = 3 * 56
-
-
 @dataclass(frozen=True)
 class Identity:
     """What a source is, recorded when the slot is made.

@@ -43,7 +43,13 @@ from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, ex
 from airflow_cdc_provider.engine.runs.lag import Lag
 from airflow_cdc_provider.engine.runs.metrics import require_client, serving
 from airflow_cdc_provider.engine.runs.rate import Rate
-from airflow_cdc_provider.engine.runs.run_errors import _ERROR, _STOP, _as_recorded, _by_later_run, record_error
+from airflow_cdc_provider.engine.runs.run_errors import (
+    ERROR_FILE,
+    STOP_FILE,
+    as_recorded,
+    is_of_later_run,
+    record_error,
+)
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate
@@ -71,9 +77,6 @@ _BEAT_SECONDS = 2.0
 
 
 _RELEASE_SECONDS = 5.0
-
-
-_CLOCK_SECONDS = 10.0  # clocks of hosts may differ by so much
 
 
 KILL_SECONDS = 4.0
@@ -223,7 +226,7 @@ class Run:
             self._ui,
         )
         write_heartbeat(self.state, heartbeat)
-        if asdict(owner) in (self.state.read_sound(_STOP, _owners) or ()):
+        if asdict(owner) in (self.state.read_sound(STOP_FILE, _owners) or ()):
             self._stop.set()
         if self._submission is not None:
             asked = submission.askers(self.state, self._submission)
@@ -288,8 +291,8 @@ class Run:
         """Leave an error where ``status`` and Airflow find it; the part itself may go on."""
         self.history.error(error)
         error.noted = True
-        if not _by_later_run(self.state, self.epoch, error):
-            self.state.write(_ERROR, _as_recorded(error, self.part))
+        if not is_of_later_run(self.state, self.epoch, error):
+            self.state.write(ERROR_FILE, as_recorded(error, self.part))
 
     def end(self) -> None:
         """Stop beating."""
@@ -320,7 +323,7 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
         raise
     run = Run(pipeline, state, part, record.epoch, Lag(record.applied, record.advanced))
     with _signals(run), serving(pipeline, part, run.epoch, run.report) as run.metrics_port:
-        state.remove(_ERROR)
+        state.remove(ERROR_FILE)
         forget_heartbeats(state, record.epoch, "snapshot-")
         run.beat()
         thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)

@@ -20,16 +20,16 @@ from airflow_cdc_provider.engine.state.heartbeat import (
 )
 from airflow_cdc_provider.engine.state.history import History
 
-_STOP = "stop.json"
+STOP_FILE = "stop.json"
 
 
-_ERROR = "error.json"
+ERROR_FILE = "error.json"
 
 
 def record_error(state: State, part: str, error: CdcError) -> None:
     """Leave an error where ``status`` and Airflow find it: for a part, or a command, that is no :class:`Run`."""
     note_error(state, part, error)
-    state.write(_ERROR, _as_recorded(error, part))
+    state.write(ERROR_FILE, as_recorded(error, part))
 
 
 def note_error(state: State, part: str, error: CdcError) -> None:
@@ -40,18 +40,18 @@ def note_error(state: State, part: str, error: CdcError) -> None:
     error.noted = True
 
 
-def _by_later_run(state: State, epoch: int, error: CdcError) -> bool:
+def is_of_later_run(state: State, epoch: int, error: CdcError) -> bool:
     """Return whether an error says no more than that another run has taken over, to which the state belongs then."""
     return isinstance(error, Fenced) and any(beat.epoch > epoch for beat in read_heartbeats(state))
 
 
-def _as_recorded(error: CdcError, part: str) -> dict[str, Any]:
+def as_recorded(error: CdcError, part: str) -> dict[str, Any]:
     return error.as_dict() | {"retry": error.retry.value, "part": part, "at": round(time.time(), 3)}
 
 
 def last_error(state: State) -> dict[str, Any] | None:
     """Return the error that ended the last run, or a command since, with its ``part`` and ``at``, if one did."""
-    return state.read_sound(_ERROR, _recorded)
+    return state.read_sound(ERROR_FILE, _recorded)
 
 
 def _recorded(values: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def forget_error(state: State, part: str) -> None:
     """Remove the last error if it is of a part, or command, that works by now; provisioning begins a new run."""
     error = last_error(state)
     if error is not None and part in (PROVISION, error.get("part")):
-        state.remove(_ERROR)
+        state.remove(ERROR_FILE)
 
 
 def request_stop(state: State) -> list[str]:
@@ -79,7 +79,7 @@ def request_stop(state: State) -> list[str]:
     alive += [beat for beat in announcements(state) if beat.owner not in working]
     owners = [asdict(beat.owner) for beat in alive if beat.submission is None]
     if owners:
-        state.write(_STOP, {"owners": owners})
+        state.write(STOP_FILE, {"owners": owners})
     submitted = {each.id: each.part for each in submission.awaited(state)}
     # One that is alive need not be the latest of its part: another Dag may have begun one, and failed.
     submitted |= {beat.submission: beat.part for beat in alive if beat.submission is not None}

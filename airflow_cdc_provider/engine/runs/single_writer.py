@@ -14,7 +14,6 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record
-from airflow_cdc_provider.engine.runs.run import _CLOCK_SECONDS
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import require_primary
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import end_walsender
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of, slot_session
@@ -91,3 +90,6 @@ def require_latest(state: State, epoch: int) -> None:
     for beat in read_heartbeats(state):
         if beat.epoch > epoch:
             raise Fenced.by(f"{beat.owner} works under", beat.epoch, epoch)
+
+
+_CLOCK_SECONDS = 10.0  # clocks of hosts may differ by so much

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
 
 
-_ONE_COMPILER = "-XX:TieredStopAtLevel=1"
+ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, read_heartbeats
 
-_REQUESTS = "requests"
+REQUESTS = "requests"
 
 
-_OUTCOMES = "outcomes"
+OUTCOMES = "outcomes"
 
 
 class Standing(StrEnum):
@@ -51,7 +51,7 @@ def withdraw(state: State, name: str) -> bool:
     :returns: whether it was still there.
     """
     there = _left(state, name)
-    state.remove(_file(_REQUESTS, name))
+    state.remove(request_file(REQUESTS, name))
     return there
 
 
@@ -59,12 +59,12 @@ def outcome(state: State, name: str) -> dict[str, Any] | None:
     """How a request ended: ``rows`` by table, ``ended_at`` in seconds since 1970, and ``error`` with kind, message,
     solution and retry if a table could not be read. ``None`` while it has not ended, and when that is long ago: of
     more than :data:`MOST_OUTCOMES` the older half is forgotten."""
-    return state.read_sound(_file(_OUTCOMES, name), _as_outcome)
+    return state.read_sound(request_file(OUTCOMES, name), as_outcome)
 
 
 def waiting(state: State, name: str) -> str | None:
     """What a request waits for, as far as the stream has said so."""
-    found = state.read_sound(_file(_REQUESTS, name), dict[str, Any])
+    found = state.read_sound(request_file(REQUESTS, name), dict[str, Any])
     return found.get("waiting") if found else None
 
 
@@ -78,19 +78,19 @@ def standing(state: State, name: str) -> Standing:
     return Standing.FREE if STREAM in alive or not alive else Standing.BUSY
 
 
-def _file(folder: str, name: str) -> str:
+def request_file(folder: str, name: str) -> str:
     return f"{folder}/{name}.json"
 
 
 def _left(state: State, name: str) -> bool:
     """Whether there is a request of a name, be it a damaged one, to which the stream gives an outcome as well."""
     try:
-        return state.read(_file(_REQUESTS, name)) is not None
+        return state.read(request_file(REQUESTS, name)) is not None
     except StateDamaged:
         return True
 
 
-def _as_request(values: dict[str, Any]) -> dict[str, Any]:
+def as_request(values: dict[str, Any]) -> dict[str, Any]:
     as_type(values["tables"], list[str], "tables")
     as_type(values["where"], str | None, "where")
     tuple(map(TableRule.from_dict, values["rules"]))
@@ -100,7 +100,7 @@ def _as_request(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _as_outcome(values: dict[str, Any]) -> dict[str, Any]:
+def as_outcome(values: dict[str, Any]) -> dict[str, Any]:
     as_type(values["rows"], dict[str, int], "rows")
     as_type(values["ended_at"], float, "ended_at")
     if "error" in values:

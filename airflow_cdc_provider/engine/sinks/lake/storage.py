@@ -21,7 +21,7 @@ import fsspec
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.lake.temporary_names import _TEMPORARY, beside
+from airflow_cdc_provider.engine.sinks.lake.temporary_names import TEMPORARY, beside
 
 LOCAL = frozenset({"file", "local"})
 
@@ -184,7 +184,7 @@ class Place:
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the files and folders in a folder, sorted, those not included that are being made."""
-        return sorted(name for name in self._listed(folder) if not name.startswith(_TEMPORARY))
+        return sorted(name for name in self._listed(folder) if not name.startswith(TEMPORARY))
 
     def _listed(self, folder: str) -> set[str]:
         with self._told("listed", folder):
@@ -230,7 +230,7 @@ class Place:
     def remove_unfinished(self) -> None:
         """Remove what writers that have died have left of files that they were making in the folder."""
         for name in self._listed(""):
-            if name.startswith(_TEMPORARY):
+            if name.startswith(TEMPORARY):
                 made = self.modified(name)
                 if made is not None and time.time() - made > _UNFINISHED_SECONDS:
                     self.remove(name)

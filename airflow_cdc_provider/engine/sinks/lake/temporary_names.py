@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import uuid
 
-_TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-"
 
 
 def beside(path: str) -> str:
     """Where to write what is to become a file, so that neither readers nor :meth:`Place.names` take it for one."""
     folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}{_TEMPORARY}{name}-{uuid.uuid4().hex}"
+    return f"{folder}{slash}{TEMPORARY}{name}-{uuid.uuid4().hex}"

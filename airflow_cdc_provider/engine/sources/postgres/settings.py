@@ -61,25 +61,25 @@ class Source:
         return [*passwords(self.dsn), *passwords(self.replication_dsn)]
 
 
-def _slot_name(value: object) -> str:
+def as_slot_name(value: object) -> str:
     if not isinstance(value, str) or not _SLOT.fullmatch(value):
         raise ValueError("1 to 63 of the characters a-z, 0-9 and _, as Postgres demands of slot names")
     return value
 
 
-def _publication_name(value: object) -> str:
+def as_publication_name(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value.encode()) <= 63 or "\0" in value:
         raise ValueError("a name of 1 to 63 bytes")
     return value
 
 
-def _table_rules(value: object) -> tuple[TableRule, ...]:
+def as_table_rules(value: object) -> tuple[TableRule, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError("a list of `schema.table` entries")
-    return tuple(_table_rule(entry) for entry in value)
+    return tuple(as_table_rule(entry) for entry in value)
 
 
-def _table_rule(entry: object) -> TableRule:
+def as_table_rule(entry: object) -> TableRule:
     if isinstance(entry, str):
         return TableRule(_pattern(entry))
     if not isinstance(entry, dict) or not set(entry) <= {"table", "columns", "where"}:

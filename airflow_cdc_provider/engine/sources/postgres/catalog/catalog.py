@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from psycopg2.extensions import connection as Connection
 
-from airflow_cdc_provider.engine.core.table import Column, _quote
+from airflow_cdc_provider.engine.core.table import Column, quote_identifier
 from airflow_cdc_provider.engine.postgres.connection import rows
 from airflow_cdc_provider.engine.postgres.type_shapes import read_shapes
 
@@ -195,12 +195,12 @@ class Relation:
     @property
     def quoted(self) -> str:
         """Its name as SQL."""
-        return f"{_quote(self.schema)}.{_quote(self.name)}"
+        return f"{quote_identifier(self.schema)}.{quote_identifier(self.name)}"
 
     @property
     def pattern(self) -> str:
         """How the pipeline file has to name it."""
-        return ".".join(_quote(p) if re.search(r'[.*?["]', p) else p for p in (self.schema, self.name))
+        return ".".join(quote_identifier(p) if re.search(r'[.*?["]', p) else p for p in (self.schema, self.name))
 
     @property
     def is_system(self) -> bool:

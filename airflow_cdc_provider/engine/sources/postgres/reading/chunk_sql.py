@@ -25,7 +25,7 @@ from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.table import Column, Table
-from airflow_cdc_provider.engine.postgres.column_text import _UNMODIFIED, text_of
+from airflow_cdc_provider.engine.postgres.column_text import UNMODIFIED, text_of
 from airflow_cdc_provider.engine.postgres.connection import condition, rows, scalar
 
 # Up to this size all keys are ranked: exact chunks for the price of one index or table scan.
@@ -208,7 +208,7 @@ def cast_key(value: sql.Composable, column: Column) -> sql.Composable:
     if column.builtin:
         bare = re.sub(r"\([^)]*\)", "", bare)
         base, brackets, rest = bare.partition("[")
-        base = "interval" if base.startswith("interval") else _UNMODIFIED.get(base, base)
+        base = "interval" if base.startswith("interval") else UNMODIFIED.get(base, base)
         bare = base + brackets + rest
     cast = sql.SQL("{}::{}").format(value, sql.SQL(bare))
     return cast if column.collation is None else cast + sql.SQL(f" COLLATE {column.collation}")

@@ -28,7 +28,14 @@ from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import B
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import read_again
 from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from airflow_cdc_provider.engine.state.files import State
-from airflow_cdc_provider.engine.state.requests import _OUTCOMES, _REQUESTS, _as_outcome, _as_request, _file, new_name
+from airflow_cdc_provider.engine.state.requests import (
+    OUTCOMES,
+    REQUESTS,
+    as_outcome,
+    as_request,
+    new_name,
+    request_file,
+)
 
 
 def request(pipeline: Pipeline, tables: list[str], where: str | None, name: str | None = None) -> str:
@@ -42,7 +49,7 @@ def request(pipeline: Pipeline, tables: list[str], where: str | None, name: str 
     """
     name = name or new_name()
     rules = [asdict(rule) for rule in pipeline.source.tables]
-    State(pipeline.state).write(_file(_REQUESTS, name), {"tables": tables, "where": where, "rules": rules})
+    State(pipeline.state).write(request_file(REQUESTS, name), {"tables": tables, "where": where, "rules": rules})
     failpoint("after-request")
     return name
 
@@ -70,9 +77,9 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
     :raises StreamFailed: when a connection is lost, or a server has no room.
     """
     done, waits = False, None
-    for file in run.state.names(_REQUESTS):
+    for file in run.state.names(REQUESTS):
         try:
-            wanted = run.state.read_as(file, _as_request)
+            wanted = run.state.read_as(file, as_request)
         except StateDamaged as e:
             _end(run.state, file, {"rows": {}, "error": _give_up(run, e)})
             continue
@@ -118,20 +125,20 @@ def _give_up(run: Run, error: CdcError) -> dict[str, str]:
 def _end(state: State, file: str, told: Mapping[str, Any]) -> None:
     """Put the outcome in the place of a request, and forget those that ended long ago."""
     failpoint("before-outcome")
-    state.write(f"{_OUTCOMES}/{file.rpartition('/')[2]}", {**told, "ended_at": time.time()})
+    state.write(f"{OUTCOMES}/{file.rpartition('/')[2]}", {**told, "ended_at": time.time()})
     failpoint("after-outcome")
     state.remove(file)
-    outcomes = state.names(_OUTCOMES)
+    outcomes = state.names(OUTCOMES)
     if len(outcomes) > MOST_OUTCOMES:
         # Not by their names, which say when they were left: who waits for the last one would not find it.
-        outcomes.sort(key=lambda name: (state.read_sound(name, _as_outcome) or {}).get("ended_at", 0.0))
+        outcomes.sort(key=lambda name: (state.read_sound(name, as_outcome) or {}).get("ended_at", 0.0))
         for old in outcomes[: -MOST_OUTCOMES // 2]:
             state.remove(old)
 
 
 def requested(run: Run, label: str) -> bool:
     """Whether there is a request to read a table whole, as it is now."""
-    wanted = (run.state.read_sound(name, _as_request) for name in run.state.names(_REQUESTS))
+    wanted = (run.state.read_sound(name, as_request) for name in run.state.names(REQUESTS))
     return any(each["where"] is None and label in each["tables"] for each in wanted if each)
 
 
