@@ -225,9 +225,9 @@ def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
 
 
 def _describe(pipeline: Pipeline) -> str:
-    tables = "\n".join(f"* `{name}`" for name in pipeline.captured)
+    tables = "\n".join(f"* `{name}`" for name in pipeline.source.captured)
     sinks = " and ".join(f"{sink.type} ({sink.mode}, schema `{sink.schema}`)" for sink in pipeline.sinks)
     return (
-        f"### Pipeline {pipeline.name}\n\nCopies from {pipeline.reads.type} to {sinks}, and applies each change"
+        f"### Pipeline {pipeline.name}\n\nCopies from {pipeline.source.type} to {sinks}, and applies each change"
         f" exactly once:\n\n{tables}\n{_STEPS}"
     )

@@ -53,12 +53,7 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
 
 def _sources(pipeline: Pipeline, record: Record, target: Target) -> list[Place]:
     """Where the rows of a target come from."""
-    from airflow_cdc_provider.engine.postgres.connection import dataset
-
-    if pipeline.topics is not None:
-        server = f"kafka://{pipeline.topics.brokers.partition(',')[0]}"
-        return [Place(server, topic) for topic in sorted(record.identity["topics"])]
-    return [Place(*dataset(pipeline.source.dsn, target.table.schema, target.table.name))]
+    return [Place(*found) for found in pipeline.source.datasets(record.identity, target.table)]
 
 
 def is_wanted() -> bool:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.chunk_ranges import choose_chunks
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks, copy_chunks
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunks
 from benchmarks.backlog import sums
 from benchmarks.lab import TABLE_DDL, Lab, create_database, drop_database, execute, fill, query
 from benchmarks.outlets import OUTLETS

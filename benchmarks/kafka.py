@@ -26,6 +26,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.chunk_ranges import choose_chunks
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
@@ -33,7 +34,7 @@ from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
 from airflow_cdc_provider.engine.sources.kafka.stream_job import Goal, TopicJob
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks, copy_chunks
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunks
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.lab import ROW, SERVER_SETTINGS, TABLE_DDL, create_database, execute, fill
@@ -76,7 +77,7 @@ class KafkaLab:
         """A session of the JVM that all share, so that it is warm; its start is no part of any figure."""
         topics = {"type": "kafka", "brokers": self.broker.brokers, "topics": ["t"], "columns": _COLUMNS}
         pipeline = self.pipeline("bench", {**topics, "table": "public.t", "key": ["id"]}, {"dsn": self.source.dsn()})
-        return spark_session(pipeline, "benchmark")
+        return spark_session(pipeline.spark_start, "benchmark")
 
     def topic(self) -> str:
         """Make a topic."""

@@ -125,7 +125,7 @@ def laboratory(servers: Collection[str] = (), packages: Sequence[str] = (), core
             if packages:
                 conf |= {"spark.jars.packages": ",".join(packages), "spark.driver.extraJavaOptions": _ALL_COMPILERS}
             bench = _pipeline("bench", source.dsn(), {"dsn": target.dsn()}, directory, conf, cores)
-            spark = started.enter_context(spark_session(bench, "benchmark"))
+            spark = started.enter_context(spark_session(bench.spark_start, "benchmark"))
             yield Lab(source, target, spark, directory, mariadb, kafka, cores)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

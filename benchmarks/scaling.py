@@ -154,7 +154,7 @@ def _executors(lab: Lab, count: int) -> Iterator[Lab]:
     settings = SparkSettings(
         f"local-cluster[{count},1,1024]", {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
     )
-    with spark_session(replace(lab.pipeline("bench", "postgres"), spark=settings), "benchmark") as spark:
+    with spark_session(replace(lab.pipeline("bench", "postgres"), spark=settings).spark_start, "benchmark") as spark:
         yield replace(lab, spark=spark, cores=count)
 
 

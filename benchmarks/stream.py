@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.core.chunk_ranges import choose_chunks
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -29,7 +30,7 @@ from airflow_cdc_provider.engine.postgres.slots import read_identity
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks, copy_chunks
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunks
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage

@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from demo import shop
 from demo.dag_run import DagRun, verification_problems
 from demo.screen import Comparison, Moment, Screen, clock, comparison_table, facts, rate
@@ -175,7 +176,7 @@ class ShopRun(DagRun[ShopMoment]):
     @property
     def source(self) -> str:
         """See :attr:`.DagRun.source`."""
-        return self.pipeline.source.dsn
+        return postgres_settings(self.pipeline).dsn
 
     def moment(self, status: Mapping[str, Any], run: str, tasks: Sequence[TaskState]) -> ShopMoment:
         """See :meth:`.DagRun.moment`."""
@@ -199,7 +200,7 @@ class ShopRun(DagRun[ShopMoment]):
         say("The copy is consistent: from here on it is, at any time, what the source was a moment before.")
         live = self.some_time(LIVE_SECONDS)
         self._writers.stop()
-        with connected(self.pipeline.source.dsn) as source:
+        with connected(postgres_settings(self.pipeline).dsn) as source:
             marker = slots.emit_marker(source, "demo")
         say(f"The writers have stopped; all they did lies before {format_lsn(marker)} in the log.")
         self.until(f"the copy to reach {format_lsn(marker)}", lambda moment: moment.applied >= marker)

@@ -11,7 +11,7 @@ from airflow.sdk.exceptions import AirflowNotFoundException
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
 from airflow_cdc_provider.engine.core.section_values import connection_uri
-from airflow_cdc_provider.engine.sources.postgres.settings import Source
+from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
@@ -79,7 +79,7 @@ def _check(connection: Connection) -> list[Finding]:
     if extra.get("use") == "target":
         return target.check_server(postgres_uri(connection))
     slot, publication = (extra.get(name) or "" for name in ("slot", "publication"))
-    return check_server(Source(postgres_uri(connection), (), slot, publication))
+    return check_server(PostgresSourceSettings(postgres_uri(connection), (), slot, publication))
 
 
 def require_type(connection: Connection, types: Sequence[str], wanted_by: str = "") -> None:

@@ -102,7 +102,7 @@ class SparkJobHook(SparkSubmitHook):
                 directory=str(directory),
                 log=str(log),
                 secrets=[
-                    *(pipeline.source.secrets if pipeline.topics is None else pipeline.topics.secrets),
+                    *pipeline.source.secrets,
                     *(secret for sink in pipeline.sinks for secret in sink.secrets),
                     *(value for value in self._secrets.values() if len(value) > _WORD),
                 ],

@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget
 from airflow_cdc_provider.engine.postgres.slots import SlotState
+from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings, postgres_settings
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 from airflow_cdc_provider.plugins.reports import Report
@@ -130,8 +131,8 @@ def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) 
         return summary
     history = report.history or {"samples": [], "batches": [], "errors": []}
     return summary | {
-        "captured": list(pipeline.captured),
-        "reads_topics": pipeline.topics is not None,
+        "captured": list(pipeline.source.captured),
+        "reads_topics": pipeline.source.type == "kafka",
         "sinks": [f"{sink.type} ({sink.mode})" for sink in pipeline.sinks],
         "series": _series(history["samples"]),
         "batches": history["batches"][::-1],
@@ -187,7 +188,7 @@ def _reported_slot(report: Report) -> Values | None:
 
 def _slot(pipeline: Pipeline, report: Report, poll: Poll | None, last: Mapping[str, Any]) -> Values | None:
     """The slot's present state, as the one says who saw it last, and where it stands in the log."""
-    if pipeline.topics is not None:
+    if not isinstance(pipeline.source, PostgresSourceSettings):
         return None
     name = {"name": pipeline.source.slot}
     reported = _reported_slot(report)
@@ -206,7 +207,7 @@ def _slot(pipeline: Pipeline, report: Report, poll: Poll | None, last: Mapping[s
 
 def _trouble(pipeline: Pipeline, slot: SlotState | None) -> Mapping[str, str] | None:
     """Return why a slot cannot continue the copy; one that a finished copy has removed is none."""
-    name = pipeline.source.slot
+    name = postgres_settings(pipeline).slot
     if slot is None and pipeline.snapshot.mode != "only":
         what = f"the source has no replication slot {name}"
     elif slot is not None and slot.lost:

@@ -16,6 +16,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected, without_database
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState, read_slots
+from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings, postgres_settings
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 
 POLL_SECONDS = 15.0
@@ -67,13 +68,13 @@ class SlotPolls:
             except CdcError as e:
                 self._note({path: Poll(time.time(), error=e)})
             else:
-                if pipeline.topics is None:
+                if isinstance(pipeline.source, PostgresSourceSettings):
                     servers[without_database(pipeline.source.dsn)][path] = pipeline
         for pipelines in servers.values():
             self._pool.submit(self._ask_server, pipelines)
 
     def _ask_server(self, pipelines: Mapping[Path, Pipeline]) -> None:
-        dsn = next(iter(pipelines.values())).source.dsn
+        dsn = postgres_settings(next(iter(pipelines.values()))).dsn
         slots = Slots(0, {})
         error: CdcError | None = None
         try:
@@ -89,7 +90,9 @@ class SlotPolls:
                 self._pool.submit(self._ask_server, {path: pipeline})
             return
         now = time.time()
-        self._note({path: Poll(now, slots.states.get(p.source.slot), error) for path, p in pipelines.items()})
+        self._note(
+            {path: Poll(now, slots.states.get(postgres_settings(p).slot), error) for path, p in pipelines.items()}
+        )
 
     def _note(self, polls: Mapping[Path, Poll]) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.hooks.metrics import SlotMetrics
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
@@ -37,7 +38,7 @@ class Target:
         if pipeline is None:
             return cls(str(slot), PostgresCdcHook(str(conn_id)).get_uri())
         loaded = load_pipeline(pipeline).pipeline
-        return cls(loaded.source.slot, loaded.source.dsn, loaded)
+        return cls(postgres_settings(loaded).slot, postgres_settings(loaded).dsn, loaded)
 
 
 class SlotsReader:

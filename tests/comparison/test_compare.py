@@ -19,11 +19,11 @@ from airflow_cdc_provider.engine.comparison.side import Sides
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege, StreamFailed, UnknownTable
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, connected, rows, scalar
 from airflow_cdc_provider.engine.sinks.postgres.compared import changelog_sides, mirror_sides
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, drop_database
 

@@ -11,10 +11,10 @@ import pytest
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section_values import connection_uri
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import describe, session_dsn
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 
 DOCUMENT: dict[str, Any] = {
     "pipeline": "shop",

@@ -73,7 +73,7 @@ PIPELINES = [(d.name, text) for d, text in blocks("yaml") if text.startswith("pi
 @pytest.mark.parametrize(("name", "text"), PIPELINES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PIPELINES)])
 def test_pipeline_files_parse(name: str, text: str) -> None:
     pipeline = Pipeline.parse(yaml.safe_load(text), ENVIRONMENT)
-    assert pipeline.captured
+    assert pipeline.source.captured
 
 
 def test_the_quickstart_shows_the_example() -> None:

@@ -17,12 +17,12 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows
 from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import create_publication, drop_publication
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.conftest import Databases

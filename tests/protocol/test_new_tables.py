@@ -10,6 +10,7 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, Fenced, ForeignTable, StreamFailed
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
@@ -191,7 +192,7 @@ def test_a_run_that_is_overtaken_publishes_no_table(
 ) -> None:
     """What it published anew would be, to the other one, a table that was out of the publication for a while."""
     pipeline.change(source={"tables": ["public.t", "public.u"]})
-    sink, defined = commands.sink_of(pipeline.pipeline), reread._defined
+    sink, defined = sink_of(pipeline.pipeline), reread._defined
 
     def overtaken(*arguments: Any) -> Any:
         sink.take_epoch("another")

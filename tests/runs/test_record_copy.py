@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.commands import repair
 from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTable, GateClosed, SecondWriter
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
-from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.record_copy import read_ledger
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.runs.single_writer import require_epoch
@@ -107,7 +108,7 @@ def snapshot(pipeline: Pipeline, *, epoch: int | None = None, takeover: bool = F
 
 def test_a_job_that_lives_is_overtaken_for_good(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record is made anew and filled under one epoch, which the job does not have, and nobody else gets."""
-    monkeypatch.setattr(commands, "snapshot", snapshot)
+    monkeypatch.setattr(repair, "snapshot", snapshot)
     before, state = pipeline.record, State(pipeline.pipeline.state)
     elsewhere = dataclasses.replace(Owner.this(), host="elsewhere/1")
     write_heartbeat(state, Heartbeat(elsewhere, "stream", before.epoch, 4_000_000_000.0, False, {}))
@@ -160,7 +161,7 @@ def test_two_that_start_over_at_once(
 
 def test_a_run_is_told_what_its_epoch_met(pipeline: PipelineUnderTest) -> None:
     """A later epoch is another run's; an earlier one is that of a record from before this run."""
-    sink, record = commands.sink_of(pipeline.pipeline), pipeline.record
+    sink, record = sink_of(pipeline.pipeline), pipeline.record
     for ahead, words in ((1, "another run has taken over"), (-1, "restored from a backup")):
         pipeline.target(f"UPDATE airflow_cdc.pipelines SET epoch = {record.epoch + ahead}")
         with pytest.raises(Fenced, match=words), sink.fenced(record.epoch):

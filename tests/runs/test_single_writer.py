@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ClockDiffers, Fenced, SecondWriter
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
@@ -203,7 +204,7 @@ def test_what_a_run_that_has_taken_over_does_is_told_as_that(pipeline: PipelineU
 
 def test_no_epoch_comes_twice(pipeline: PipelineUnderTest) -> None:
     """A run from before the pipeline was dropped, or its sink restored, commits nothing after it was made anew."""
-    sink, backup = commands.sink_of(pipeline.pipeline), pipeline.record
+    sink, backup = sink_of(pipeline.pipeline), pipeline.record
     lost = sink.take_epoch("a run that the backup does not know")
     pipeline.target(f"UPDATE airflow_cdc.pipelines SET epoch = {backup.epoch}")
     assert sink.take_epoch("the first run after it") > lost

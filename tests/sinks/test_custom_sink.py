@@ -32,7 +32,8 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.pipeline.registry import sink_settings, sink_types
+from airflow_cdc_provider.engine.pipeline.registry import sink_plugin, types
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from tests.conftest import Databases
@@ -124,7 +125,7 @@ class SqliteUnderTest(PipelineUnderTest):
 
     @property
     def sink(self) -> Sink:
-        return self.pipeline.sink.open(self.name)
+        return sink_of(self.pipeline)
 
 
 @pytest.fixture
@@ -165,9 +166,9 @@ def parsed(**sink: str) -> Pipeline:
 
 
 def test_a_type_is_known_where_its_package_is_installed(example: None) -> None:
-    assert "sqlite" in sink_types()
+    assert "sqlite" in types("sink")
     settings = parsed(type="sqlite", path="/data/warehouse.db").sink
-    assert type(settings) is sink_settings("sqlite")
+    assert type(settings) is sink_plugin("sqlite").settings
     assert (settings.place, settings.mode, settings.schema) == ("/data/warehouse.db", "mirror", "{schema}")
 
 
@@ -181,10 +182,24 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch:
     information = tmp_path / "broken-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[airflow_cdc_provider.sinks]\nbroken = cdc_broken.settings:Broken\n")
+    (information / "entry_points.txt").write_text("[airflow_cdc_provider.sinks]\nbroken = cdc_broken.plugin:Broken\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"'broken' is registered as cdc_broken.settings:Broken"):
+    with pytest.raises(ConfigError, match=r"'broken' is registered as cdc_broken.plugin:Broken"):
         parsed(type="broken")
+
+
+def test_a_package_that_registers_its_settings_as_before_is_told_what_to_register(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = tmp_path / "old-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: old\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[airflow_cdc_provider.sinks]\nold = cdc_old:OldSettings\n")
+    (tmp_path / "cdc_old.py").write_text("class OldSettings:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"'old' is registered as cdc_old:OldSettings, which is no plugin") as refused:
+        parsed(type="old")
+    assert "registers a plugin" in refused.value.solution
 
 
 def test_a_mode_that_the_sink_lacks_is_refused(example: None) -> None:
@@ -342,8 +357,8 @@ class SqliteStore(SinkUnderTest):
 
     def sink(self, mode: Mode, pipeline: str = "p") -> Sink:
         assert mode == "mirror"
-        settings: Any = sink_settings("sqlite")
-        sink: Sink = settings(str(self.path)).open(pipeline)
+        plugin: Any = sink_plugin("sqlite")
+        sink: Sink = plugin.open(plugin.settings(str(self.path)), pipeline)
         return sink
 
     def read(self, target: Target) -> Sequence[Mapping[str, Any]]:

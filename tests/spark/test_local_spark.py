@@ -29,7 +29,7 @@ def seen(conf: dict[str, str]) -> tuple[set[str], str, list[str]]:
     """Where a Spark with its web UI listens, and the mode of its folder of sockets with the kinds of what is in it."""
     os.umask(0)
     pipeline = Pipeline.parse({**DOCUMENT, "spark": {"master": "local[1]", "conf": conf}})
-    with spark_session(pipeline, "stream") as spark:
+    with spark_session(pipeline.spark_start, "stream") as spark:
         context = spark.sparkContext
         assert context.uiWebUrl is not None
 

@@ -112,7 +112,7 @@ def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline
     for _ in range(2):  # sessions of one JVM
-        with spark_session(pipeline, "stream") as spark:
+        with spark_session(pipeline.spark_start, "stream") as spark:
             context = spark.sparkContext
             assert context.pythonExec == str(SCRIPT)
             assert context.statusTracker().getJobIdsForGroup(None) == [], "no task looks for what this process sees"
@@ -177,5 +177,5 @@ def test_a_jvm_that_was_started_without_it_starts_this_python(
     end_jvm()
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
     SparkContext._ensure_initialized()
-    with spark_session(PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline, "stream") as spark:
+    with spark_session(PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline.spark_start, "stream") as spark:
         assert spark.sparkContext.parallelize([0], 1).map(lambda _: sys.executable).collect() == [sys.executable]

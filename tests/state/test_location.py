@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, StateDamaged, StateUnwritable
-from airflow_cdc_provider.engine.pipeline.pipeline import NAME
+from airflow_cdc_provider.engine.core.section_values import PIPELINE_NAME
 from airflow_cdc_provider.engine.runs.record_copy import read_grid
 from airflow_cdc_provider.engine.runs.run_errors import last_error, record_error, request_stop
 from airflow_cdc_provider.engine.state import submission
@@ -138,7 +138,9 @@ def test_no_odd_file_keeps_others_from_being_read_or_a_job_from_being_stopped(pl
     found = json.loads((root / name).read_text())
     path = data.draw(st.sampled_from(list(paths(found))))
     new = data.draw(JSON)
-    assume(name != "pipeline.json" or not (isinstance(new, str) and NAME.fullmatch(new)))  # another pipeline's, rightly
+    assume(
+        name != "pipeline.json" or not (isinstance(new, str) and PIPELINE_NAME.fullmatch(new))
+    )  # another pipeline's, rightly
     (root / name).write_text(json.dumps(put(found, path, new)))
 
     read_everything(state)

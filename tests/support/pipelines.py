@@ -39,7 +39,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.slots import emit_marker, read_slot
-from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import ChunkTask, copy_chunk
@@ -350,7 +350,7 @@ class PipelineUnderTest:
         """Copy the unfinished chunks of all tables, or those of some indexes, with one look at the record."""
         record, dsn = self.record, self.pipeline.source.dsn
         targets = {target.table.label: target for target in record.targets}
-        sink, origin = commands.sink_of(self.pipeline), Origin.of(record.identity)
+        sink, origin = sink_of(self.pipeline), Origin.of(record.identity)
         with connected(dsn) as source:
             for chunk in record.unfinished:
                 if indexes and chunk.index not in indexes:
@@ -403,7 +403,7 @@ def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> Ch
     (target,) = (t for t in record.targets if t.table.label == chunk.table)
     with connected(pipeline.source.dsn) as source:
         read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, Origin.of(record.identity))
-    sink = commands.sink_of(pipeline, "snapshot-0")
+    sink = sink_of(pipeline, "snapshot-0")
     return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read)
 
 

@@ -13,19 +13,13 @@ from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
-    ConfigError,
     Fenced,
     JobLost,
-    Refused,
     SecondWriter,
     StateUnwritable,
 )
-from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.connection import Connection
-from airflow_cdc_provider.engine.postgres.slots import read_slot
 from airflow_cdc_provider.engine.runs.run_errors import forget_error, last_error, note_error, record_error
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate
 from airflow_cdc_provider.engine.state.announcement import announcements
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, read_heartbeats
@@ -37,49 +31,6 @@ NEEDED = "needs attention"
 """The ``state`` of a pipeline, in ``status``, that does not go on before somebody has looked at it."""
 STARTING = "starting"
 """The ``state`` of a pipeline of which a job has been submitted, or started, that has not sent a heartbeat yet."""
-
-
-def require_source(pipeline: Pipeline, source: Connection | None, records: Sequence[Record]) -> str:
-    """Check that the source can continue what the sinks have.
-
-    :param source: connection to the source; ``None`` for topics.
-    :param records: the commit records of the sinks that have one.
-    :returns: a sentence.
-    :raises GateClosed: naming what differs and the repair.
-    :raises ConfigError: when the pipeline file leaves out what has been read.
-    """
-    for record in records:
-        if (source is None) != ("slot" not in record.identity):
-            continue  # provisioned with a source of another kind, which provisioning refuses
-        if source is None:
-            _pass_topics(pipeline, record)
-        elif not _complete(pipeline, source, record):
-            gate(source, pipeline.source, record)
-    return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
-
-
-def source_trouble(pipeline: Pipeline, source: Connection | None, records: Sequence[Record]) -> CdcError | None:
-    """Return why the source cannot continue what the sinks have, see :func:`require_source`; ``None`` when it can."""
-    try:
-        require_source(pipeline, source, records)
-    except (Refused, ConfigError) as e:
-        return e
-    return None
-
-
-def _pass_topics(pipeline: Pipeline, record: Record) -> None:
-    from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
-    from airflow_cdc_provider.engine.sources.kafka.position import Position
-    from airflow_cdc_provider.engine.sources.kafka.topics import Topics
-
-    assert pipeline.topics is not None
-    pass_gate(Topics(pipeline.topics), Position.of(record))
-
-
-def _complete(pipeline: Pipeline, source: Connection, record: Record) -> bool:
-    """Return whether the pipeline was to copy only, and has done so and removed its slot."""
-    copied = pipeline.snapshot.mode == "only" and record.consistent
-    return copied and read_slot(source, record.identity["slot"]) is None
 
 
 def trouble_in_state(state: State, beats: Sequence[Heartbeat]) -> dict[str, Any] | None:

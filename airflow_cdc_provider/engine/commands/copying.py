@@ -7,13 +7,15 @@ from typing import Any
 
 from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.commands.run_start import run_with_spark
-from airflow_cdc_provider.engine.core.chunk_ranges import Range, part_of
+from airflow_cdc_provider.engine.core.chunk_ranges import Range, choose_chunks, part_of
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.contract import source_of
 
 
 def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
@@ -35,11 +37,7 @@ def snapshot(
     :param epoch: of the run that this is a part of; ``None`` for a run of its own.
     :param chunks: only these; ``None`` for all.
     """
-    from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import (
-        SnapshotProgress,
-        choose_chunks,
-        copy_chunks,
-    )
+    from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
     from airflow_cdc_provider.engine.spark.session import outliving
 
     part, nothing = part_of(chunks), {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
@@ -67,7 +65,7 @@ def snapshot(
                 report("snapshot", run.progress)
 
             with outliving(spark, lambda: run.stopping):
-                copy_chunks(spark, run, record, choose_chunks(record, chunks), tell)
+                source_of(pipeline).copy_chunks(spark, run, record, choose_chunks(record, chunks), tell)
 
         keep_trying(run, record, attempt)
         write_ledger(pipeline, run.state, existing_record(pipeline))

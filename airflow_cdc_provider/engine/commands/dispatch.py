@@ -59,7 +59,7 @@ def _preflight(pipeline: Pipeline, options: argparse.Namespace, report: commands
         if not options.no_spark:
             from airflow_cdc_provider.engine.spark.session import spark_session
 
-            with spark_session(pipeline, "preflight") as spark:
+            with spark_session(pipeline.spark_start, "preflight") as spark:
                 further = preflight_on(pipeline, spark)
             _show(further, options)
             findings += further

@@ -9,12 +9,12 @@ from airflow_cdc_provider.engine.commands import checks
 from airflow_cdc_provider.engine.commands.attention import (
     noting_errors,
 )
-from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Finding, require
 from airflow_cdc_provider.engine.pipeline.kinds import Maintained
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.registry import sink_plugin
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
-from airflow_cdc_provider.engine.sources.postgres.provision import removal
+from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.files import State
 
 
@@ -54,16 +54,7 @@ def skip(
     :param offsets: ranges, of which the first and the last one are included.
     :raises ConfigError: when the pipeline reads tables, or a message has been read or is not there.
     """
-    if pipeline.topics is None:
-        raise ConfigError(
-            f"skip passes over messages of topics, and pipeline {pipeline.name!r} reads tables",
-            "To go on without a change of the log, run `airflow-cdc resnapshot --all`.",
-        )
-    from airflow_cdc_provider.engine.sources.kafka import provisioning as topics
-    from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip
-
-    skips = [Skip(topic, partition, first, last, "passed over by hand") for first, last in offsets]
-    record = topics.skip(pipeline, skips, takeover)
+    record = source_of(pipeline).skip(topic, partition, offsets, takeover)
     return {"epoch": record.epoch, "skipped": record.identity["skipped"]}
 
 
@@ -75,9 +66,10 @@ def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, An
     with noting_errors(pipeline, "maintain", ends_run=False):
         return {
             "sinks": [
-                {"sink": sink.place, "done": list(sink.maintain(pipeline.name, retention))}
+                {"sink": sink.place, "done": list(plugin.maintain(sink, pipeline.name, retention))}
                 for sink in pipeline.sinks
-                if isinstance(sink, Maintained)
+                for plugin in [sink_plugin(sink.type)]
+                if isinstance(plugin, Maintained)
             ]
         }
 
@@ -87,4 +79,4 @@ def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = Fals
 
     :param source_gone: go on if the source cannot be reached; ``left`` has the SQL that removes what is left there.
     """
-    return {"dropped": pipeline.name, "left": removal.remove(pipeline, takeover, source_gone)}
+    return {"dropped": pipeline.name, "left": source_of(pipeline).remove(takeover, source_gone)}

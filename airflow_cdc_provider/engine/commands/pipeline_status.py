@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from airflow_cdc_provider.engine.commands.attention import (
     NEEDED,
     STARTING,
-    source_trouble,
     starting,
     trouble_in_state,
 )
-from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed
+from airflow_cdc_provider.engine.core.errors import ConnectionFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres import slots
-from airflow_cdc_provider.engine.postgres.connection import Connection, connected
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
-from airflow_cdc_provider.engine.runs.run import budget_of
 from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.sinks.all_records import merged
+from airflow_cdc_provider.engine.sources.contract import SourceStatus, source_of
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat, read_heartbeats
@@ -39,8 +35,6 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     unreachable: dict[str, Any] = {}
     record: Record | None = None
     records: dict[str, Record | None] = {}
-    found: slots.SlotState | None = None
-    lag_bytes = lag_seconds = None
     for branch in pipeline.branches:
         place = branch.sink.place
         try:
@@ -50,29 +44,21 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     known = [record for record in records.values() if record is not None]
     if len(known) == len(pipeline.sinks):
         record = merged(known)
-    topics: dict[str, Any] = {}
-    trouble: CdcError | None = None
+    at_source = SourceStatus()
     try:
-        if pipeline.topics is not None:
-            topics = _topics_status(pipeline, record)
-            trouble = None if beats else source_trouble(pipeline, None, known)
-        else:
-            with connected(pipeline.source.dsn) as source:
-                found = slots.read_slot(source, pipeline.source.slot)
-                if record is not None:
-                    lag_bytes, lag_seconds = lag_of(source, record)
-                trouble = None if beats else source_trouble(pipeline, source, known)  # a job passes the gate itself
+        at_source = source_of(pipeline).status(record, known, judge=not beats)  # a job passes the gate itself
     except ConnectionFailed as e:
         unreachable["source"] = e
     if unreachable and not beats:
         raise next(iter(unreachable.values()))
+    lag_seconds = at_source.lag_seconds
     if lag_seconds is not None:  # a live stream knows whether there is anything to apply
         told = (beat.progress.get("lag_seconds") for beat in beats if beat.part == STREAM)
         lag_seconds = next((seconds for seconds in told if seconds is not None), lag_seconds)
     converting = converting_sinks(pipeline)
     restart = next((beat.progress["restart"] for beat in beats if "restart" in beat.progress), None)
     error = restart["error"] if restart else last_error(state)
-    attention = trouble.as_dict() if trouble is not None else trouble_in_state(state, all_beats)
+    attention = at_source.trouble.as_dict() if at_source.trouble is not None else trouble_in_state(state, all_beats)
     condition = _condition(record, beats, restart, bool(starting(state, all_beats)), attention is not None)
     return {
         "pipeline": pipeline.name,
@@ -81,9 +67,9 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         "epoch": record.epoch if record else next((beat.epoch for beat in beats), None),
         "consistent": record.consistent if record else False,
         "applied_lsn": format_lsn(record.applied) if record else None,
-        "lag_bytes": lag_bytes,
+        "lag_bytes": at_source.lag_bytes,
         "lag_seconds": lag_seconds,
-        "slot": found.as_dict() | {"budget": _budget(pipeline, found)} if found else None,
+        "slot": at_source.slot,
         "sinks": [
             {
                 "sink": place,
@@ -99,30 +85,14 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         "waiting": next((beat.progress["waiting"] for beat in beats if "waiting" in beat.progress), None),
         "unreachable": {server: e.message for server, e in unreachable.items()},
         "last_error": error,
-        **topics,
+        **at_source.facts,
     }
-
-
-_READ: dict[str, Any] = {"offsets": {}, "skipped": []}
-"""What a commit record says of topics, with what it says when there is none."""
-
-
-def _topics_status(pipeline: Pipeline, record: Record | None) -> dict[str, Any]:
-    from airflow_cdc_provider.engine.sources.kafka.gate import lag_of
-
-    read = {name: record.identity.get(name, default) if record else default for name, default in _READ.items()}
-    return {**read, **lag_of(pipeline, record)}
 
 
 def _tables(record: Record, beats: Sequence[Heartbeat]) -> list[dict[str, Any]]:
     ranges = [c for c in record.chunks if c.keys is None]
     planned = {(c.chunk.table, c.chunk.index): (c.watermark is not None, c.rows) for c in ranges}
     return chunk_grid(planned, [beat for beat in beats if beat.epoch >= record.epoch])
-
-
-def _budget(pipeline: Pipeline, found: slots.SlotState) -> dict[str, Any]:
-    budget = budget_of(pipeline)
-    return {"max_retained_bytes": budget.limit, "action": budget.action, "level": budget.level(found.retained)}
 
 
 def _condition(
@@ -137,10 +107,6 @@ def _condition(
     if trouble:
         return NEEDED
     return "new" if record is None else "stopped"
-
-
-def lag_of(source: Connection, record: Record) -> tuple[int, float]:
-    return record.lag(slots.flushed(source), time.time())
 
 
 def converting_sinks(pipeline: Pipeline) -> list[str]:

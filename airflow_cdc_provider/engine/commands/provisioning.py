@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from airflow_cdc_provider.engine.commands import checks
 from airflow_cdc_provider.engine.commands.attention import (
     noting_errors,
 )
 from airflow_cdc_provider.engine.commands.repair import resnapshot
+from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
-from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.record_copy import read_ledger
+from airflow_cdc_provider.engine.runs.sink_checks import require_mode
+from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import PROVISION, is_streaming
+from airflow_cdc_provider.engine.state.location import refuse_others
 
 
 def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
@@ -33,22 +35,29 @@ def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
 
 
 def _provision(pipeline: Pipeline, takeover: bool) -> dict[str, Any]:
-    if pipeline.topics is not None:
-        from airflow_cdc_provider.engine.sources.kafka import provisioning as topics
-
-        return _provisioned(topics.provision(pipeline, takeover))
-    requested = None
-    if not takeover and is_streaming(State(pipeline.state)):
-        joining = joining_tables(pipeline)
-        if joining:
-            requested = resnapshot(pipeline, tables=joining)["requested"]
-    if requested is None:
-        record, found = provisioning.provision(pipeline, takeover)
-    else:
+    source = source_of(pipeline)
+    if not takeover and is_streaming(State(pipeline.state)) and (joining := source.joining()):
+        requested = resnapshot(pipeline, tables=joining)["requested"]
         record = existing_record(pipeline)
-        with connected(pipeline.source.dsn) as source:
-            found = gate(source, pipeline.source, record).slot
-    return _provisioned(record) | {"requested": requested, **found.as_dict()}
+        return {**_provisioned(record), "requested": requested, **source.facts(record)}
+    _require_ready(pipeline)
+    record, facts = source.provision(takeover)
+    return {**_provisioned(record), **facts}
+
+
+def _require_ready(pipeline: Pipeline) -> None:
+    """Check everything before anything is made.
+
+    :raises CdcError: the first finding that stands in the way.
+    """
+    state = State(pipeline.state)
+    refuse_others(state, pipeline.name)
+    for branch in pipeline.branches:
+        if read_ledger(branch, state) is not None:  # so that there has been a record, which must not be begun anew
+            record = existing_record(branch)
+            source_of(pipeline).require_recorded(record)
+            require_mode(branch, record.identity)
+    require(checks.preflight(pipeline))
 
 
 def _provisioned(record: Record) -> dict[str, Any]:
@@ -59,14 +68,3 @@ def _provisioned(record: Record) -> dict[str, Any]:
         "chunks": len(record.chunks),
         "requested": None,
     }
-
-
-def joining_tables(pipeline: Pipeline) -> list[str]:
-    """Tables that the file has and a sink's record has not."""
-    records = [sink_of(branch).record() for branch in pipeline.branches]
-    recorded = [{target.table.label for target in record.targets} for record in records if record is not None]
-    if len(recorded) < len(records):
-        return []  # a sink joins, which no live stream can do for it
-    with connected(pipeline.source.dsn) as source:
-        tables = resolve(source, pipeline.source.tables)
-    return [table.label for table in tables if not all(table.label in labels for labels in recorded)]

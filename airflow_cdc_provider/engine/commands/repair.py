@@ -17,9 +17,7 @@ from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
-from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import PATIENCE_SECONDS, Barriers
+from airflow_cdc_provider.engine.sources.contract import Rereads, source_of
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import PROVISION, RESNAPSHOT, is_streaming
 
@@ -43,15 +41,16 @@ def resnapshot(
     :param request: the name of the request that is left for a live stream, see :func:`.requests.new_name`.
     :returns: either the name of the ``requested``, or the ``rows``, and how many of each of the ``tables``.
     """
-    _refuse_topics(pipeline, "resnapshot")
+    rereads = source_of(pipeline).rereads("resnapshot")
     if everything == bool(tables) or (everything and where):
         raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
     with noting_errors(pipeline, RESNAPSHOT, ends_run=everything):
-        return _resnapshot(pipeline, tables, everything, where, takeover, request, report)
+        return _resnapshot(pipeline, rereads, tables, everything, where, takeover, request, report)
 
 
 def _resnapshot(
     pipeline: Pipeline,
+    rereads: Rereads,
     tables: Sequence[str],
     everything: bool,
     where: str | None,
@@ -68,43 +67,23 @@ def _resnapshot(
     state, record = State(pipeline.state), existing_record(pipeline)
     if not {target.table.label for target in record.targets}.issuperset(tables):
         require(checks.preflight(pipeline))
-    for branch in pipeline.branches:
-        for label in tables:
-            reread.check(branch, existing_record(branch), label, where)
+    rereads.check(tables, where)
     if is_streaming(state) and not takeover:
-        name = requested_reads.request(pipeline, list(tables), where, request)
-        return {"requested": name, "rows": None, "tables": {}}
+        return {"requested": rereads.request(tables, where, request), "rows": None, "tables": {}}
     rehearse(pipeline, RESNAPSHOT, takeover)
-    with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, record):
-        written: dict[str, int] = {}
-        for each in run.branches:
-            barriers = Barriers(PATIENCE_SECONDS)
-            for label in tables:
-                written[label] = max(written.get(label, 0), reread.read_again(each, label, barriers, where))
+    with run_part(pipeline, RESNAPSHOT, None, takeover) as (run, _):
+        written = rereads.read(run, tables, where)
     return {"requested": None, "rows": sum(written.values()), "tables": written}
 
 
 def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
     """Recreate publication and slot, and plan all tables to be read again; a snapshot under the epoch reads them."""
-    _refuse_topics(pipeline, "resnapshot")
+    rereads = source_of(pipeline).rereads("resnapshot")
     with noting_errors(pipeline, PROVISION):
-        epoch = provisioning.start_over(pipeline, takeover)
+        epoch = rereads.start_over(takeover)
     record = existing_record(pipeline)
     return {
         "epoch": epoch,
         "tables": [target.table.label for target in record.targets],
         "chunks": len(record.unfinished),
     }
-
-
-def _refuse_topics(pipeline: Pipeline, command: str) -> None:
-    """Refuse what needs tables at the source.
-
-    :raises ConfigError: when the pipeline reads topics.
-    """
-    if pipeline.topics is not None:
-        raise ConfigError(
-            f"{command} reads tables of the source, and pipeline {pipeline.name!r} reads topics of Kafka",
-            "To read the topics again from their beginning, run `airflow-cdc drop`, empty or drop the target tables,"
-            " then `airflow-cdc run`.",
-        )

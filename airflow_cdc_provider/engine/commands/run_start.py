@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from airflow_cdc_provider.engine.commands.attention import noting_errors, require_source
-from airflow_cdc_provider.engine.core.errors import GateClosed, SparkUnusable
+from airflow_cdc_provider.engine.commands.attention import noting_errors
+from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.metrics import require_client
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import require_primary
+from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.announcement import announced
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import RESNAPSHOT, STREAM
@@ -49,7 +48,10 @@ def run_with_spark(
 
     title = part.partition("-")[0]
     if epoch is not None:
-        with run_part(pipeline, part, epoch, takeover) as (run, record), spark_session(pipeline, title) as spark:
+        with (
+            run_part(pipeline, part, epoch, takeover) as (run, record),
+            spark_session(pipeline.spark_start, title) as spark,
+        ):
             yield _named(run, spark), record, spark
         return
     with (
@@ -74,9 +76,9 @@ def spark_before(pipeline: Pipeline, part: str, title: str, check: Callable[[], 
         check()
     with announced(State(pipeline.state), part), ExitStack() as stack:
         with noting_errors(pipeline, part):
-            spark = stack.enter_context(spark_session(pipeline, title))
+            spark = stack.enter_context(spark_session(pipeline.spark_start, title))
             if part == STREAM:
-                _require_stream(pipeline, spark)
+                source_of(pipeline).require_spark(spark)
         yield spark
 
 
@@ -93,15 +95,10 @@ def rehearse(pipeline: Pipeline, part: str, takeover: bool) -> None:
     if part == STREAM:
         require_copied(pipeline, record)
     records = [existing_record(branch) for branch in pipeline.branches]
-    if pipeline.topics is not None:
-        require_source(pipeline, None, records)
-    else:
-        with connected(pipeline.source.dsn) as source:
-            require_primary(source)
-            require_source(pipeline, source, records)
+    source_of(pipeline).require_continuation(records)
     if part != RESNAPSHOT:
         for branch, own in zip(pipeline.branches, records, strict=True):
-            require_targets(sink_of(branch), own)
+            require_targets(branch, sink_of(branch), own)
 
 
 def require_copied(pipeline: Pipeline, record: Record) -> None:
@@ -116,37 +113,15 @@ def require_copied(pipeline: Pipeline, record: Record) -> None:
         )
 
 
-def _require_stream(pipeline: Pipeline, spark: SparkSession) -> None:
-    """Check what a stream needs of Spark, before another one is ended for it.
-
-    :raises SparkUnusable: when it cannot write its checkpoint.
-    :raises ConfigError: when the query over topics is not the one that the target was made for.
-    """
-    if pipeline.topics is not None:
-        from airflow_cdc_provider.engine.sources.kafka.stream_job import require_query
-
-        for branch in pipeline.branches:
-            require_query(spark, pipeline, existing_record(branch))
-        return
-    context = spark.sparkContext
-    jvm, configuration = context._jvm, context._jsc.hadoopConfiguration()
-    try:
-        path = jvm.org.apache.hadoop.fs.Path(pipeline.state)  # type: ignore[union-attr]
-        path.getFileSystem(configuration).exists(path)
-    except Exception as e:
-        cause = str(getattr(e, "java_exception", e)).splitlines()[0]
-        raise SparkUnusable(
-            f"Spark cannot reach the state {pipeline.state}, where its checkpoint is to be: {cause}",
-            "Give `state` a URL that Spark knows as well, and what it needs for it in spark.conf, such as the package"
-            " of an object store by spark.jars.packages.",
-        ) from e
-
-
 def _named(run: Run, spark: SparkSession) -> Run:
     run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
     return run
 
 
 def refuse_second(pipeline: Pipeline, takeover: bool) -> None:
+    """Refuse to go on while another run is alive, whether the pipeline has been provisioned or not.
+
+    :raises SecondWriter: naming it.
+    """
     record = record_if_any(pipeline)
     refuse_second_writer(State(pipeline.state), record.epoch if record else 0, None, takeover)

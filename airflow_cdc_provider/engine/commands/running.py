@@ -7,15 +7,13 @@ from typing import Any
 from airflow_cdc_provider.engine.commands import checks
 from airflow_cdc_provider.engine.commands.copying import snapshot
 from airflow_cdc_provider.engine.commands.following import stream
-from airflow_cdc_provider.engine.commands.provisioning import joining_tables, provision
+from airflow_cdc_provider.engine.commands.provisioning import provision
 from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.commands.run_start import refuse_second, spark_before
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres import slots
-from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record
-from airflow_cdc_provider.engine.sources.postgres.provision import removal
+from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import PROVISION, is_streaming
 
@@ -31,7 +29,7 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = silent) 
 def _check_run(pipeline: Pipeline, takeover: bool) -> None:
     """Check what :func:`run` is refused for, before Spark is started for it."""
     require(checks.preflight(pipeline))
-    asks = pipeline.topics is None and not takeover and is_streaming(State(pipeline.state)) and joining_tables(pipeline)
+    asks = not takeover and is_streaming(State(pipeline.state)) and source_of(pipeline).joining()
     if not asks:  # else tables that have joined are left to the stream
         refuse_second(pipeline, takeover)
 
@@ -45,15 +43,11 @@ def _run(pipeline: Pipeline, takeover: bool, report: Report) -> dict[str, Any]:
         return {"snapshot": copied, "stream": None}
     streamed = stream(pipeline, until="caught-up", epoch=epoch, takeover=takeover, report=report)
     if pipeline.snapshot.mode == "only" and streamed["caught_up"]:
-        with connected(pipeline.source.dsn, writes=True) as source:
-            removal.remove_slot(source, pipeline, record, State(pipeline.state))
+        source_of(pipeline).release(record)
     return {"snapshot": copied, "stream": streamed}
 
 
 def _finished_for_good(pipeline: Pipeline) -> bool:
     """Whether a copy without a stream is complete: consistent, and its slot removed."""
     record = commit_record_of(pipeline).record()
-    if record is None or not record.consistent:
-        return False
-    with connected(pipeline.source.dsn) as source:
-        return slots.read_slot(source, record.identity["slot"]) is None
+    return record is not None and source_of(pipeline).is_finished(record)

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
+from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError, values_hidden
+from airflow_cdc_provider.engine.core.record import Record
 
 Range: TypeAlias = tuple[str, int, int]
 """A table's label, and the first and last index of the chunks."""
@@ -120,3 +122,14 @@ def ranges(places: Iterable[Place]) -> list[Range]:
 def places(ranges: Iterable[Sequence[Any]]) -> set[Place]:
     """The chunks that :func:`ranges` has put together."""
     return {(table, index) for table, first, last in ranges for index in range(first, last + 1)}
+
+
+def choose_chunks(record: Record, within: Sequence[Range] | None = None) -> tuple[Chunk, ...]:
+    """The unfinished chunks within some ranges; of all tables by default."""
+    unfinished = (c.chunk for c in record.chunks if c.keys is None and c.watermark is None)
+    if within is None:
+        return tuple(unfinished)
+    wanted: dict[str, list[tuple[int, int]]] = {}
+    for table, first, last in within:
+        wanted.setdefault(table, []).append((first, last))
+    return tuple(c for c in unfinished if any(first <= c.index <= last for first, last in wanted.get(c.table, ())))

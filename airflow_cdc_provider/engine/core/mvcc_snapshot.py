@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _MASK = 0xFFFFFFFF
 
@@ -53,6 +55,8 @@ class Snapshot:
         :param xids: transaction ids as pgoutput sends them (low 32 bits), of *committed* transactions.
         :returns: booleans of the same shape.
         """
+        import numpy as np  # late: where Dags are parsed, records are plain data
+
         low = np.asarray(xids, dtype=np.int64) & _MASK
         distance = (low - (self.xmax & _MASK)) & _MASK
         seen: npt.NDArray[np.bool_] = distance >= 1 << 31

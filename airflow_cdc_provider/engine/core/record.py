@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.core.table import Table
-
-if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.core.errors import (
-    ConfigError,
-)
 from airflow_cdc_provider.engine.core.table import Table
 
 

@@ -165,3 +165,6 @@ class Misspelt(ValueError):
 def _unit(value: object) -> type[ValueError]:
     """The error for what is no duration or size: a short number with two letters is a wrong one, and no secret."""
     return Misspelt if isinstance(value, str) and _MEASURE.fullmatch(value) else ValueError
+
+
+PIPELINE_NAME = re.compile(r"[a-z0-9_]{1,40}")

@@ -18,19 +18,18 @@ import yaml
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.section_values import (
+    PIPELINE_NAME,
     as_flag,
     as_mapping,
     as_positive_integer,
     as_positive_seconds,
-    as_postgres_uri,
     as_seconds,
     as_text,
-    database_of,
     one_of,
     parse_bytes,
 )
-from airflow_cdc_provider.engine.pipeline.kinds import Naming, SinkSettings, SparkBound
-from airflow_cdc_provider.engine.pipeline.registry import sink_settings, sink_types
+from airflow_cdc_provider.engine.pipeline.kinds import Naming, SinkSettings, SourceSettings, SparkBound
+from airflow_cdc_provider.engine.pipeline.registry import sink_plugin, source_kind, types
 from airflow_cdc_provider.engine.pipeline.settings import (
     MessageSettings,
     MetricsSettings,
@@ -40,19 +39,15 @@ from airflow_cdc_provider.engine.pipeline.settings import (
     as_restart,
     as_state_url,
 )
-from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
-from airflow_cdc_provider.engine.sources.postgres.settings import (
-    Source,
-    as_publication_name,
-    as_slot_name,
-    as_table_rules,
+from airflow_cdc_provider.engine.spark.settings import (
+    END_WITHOUT_MEMORY,
+    ONE_COMPILER,
+    SparkSettings,
+    SparkStart,
+    runs_locally,
 )
-from airflow_cdc_provider.engine.spark.settings import END_WITHOUT_MEMORY, ONE_COMPILER, SparkSettings, runs_locally
 
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
-
-
-NAME = re.compile(r"[a-z0-9_]{1,40}")
 
 
 @dataclass(frozen=True)
@@ -60,13 +55,13 @@ class Pipeline:
     """A whole pipeline file.
 
     :param name: names slot, publication and state by default; at most 40 of ``a-z 0-9 _``.
-    :param reads: where data comes from.
+    :param source: where data comes from.
     :param sinks: at least one; each gets all that is captured.
     :param state: URL of the state directory, reachable by the driver and by Airflow.
     """
 
     name: str
-    reads: Source | TopicSource
+    source: SourceSettings
     sinks: tuple[SinkSettings, ...]
     state: str
     snapshot: SnapshotSettings = field(default_factory=SnapshotSettings)
@@ -74,31 +69,6 @@ class Pipeline:
     spark: SparkSettings = field(default_factory=SparkSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     messages: MessageSettings = field(default_factory=MessageSettings)
-
-    @property
-    def source(self) -> Source:
-        """The database whose tables are copied.
-
-        :raises ConfigError: when the pipeline reads topics.
-        """
-        if isinstance(self.reads, TopicSource):
-            raise ConfigError(
-                f"pipeline {self.name!r} reads topics of Kafka: it has no replication slot, and no tables at a source",
-                "Use what asks for them with pipelines whose source.type is postgres.",
-            )
-        return self.reads
-
-    @property
-    def topics(self) -> TopicSource | None:
-        """The topics that are read; ``None`` when the pipeline copies a database."""
-        return self.reads if isinstance(self.reads, TopicSource) else None
-
-    @property
-    def captured(self) -> tuple[str, ...]:
-        """What is read of the source, as the file names it: patterns of tables, or topics."""
-        if self.topics is None:
-            return tuple(rule.pattern for rule in self.source.tables)
-        return self.topics.topics or (self.topics.pattern,)
 
     @property
     def sink(self) -> SinkSettings:
@@ -113,13 +83,12 @@ class Pipeline:
 
     @property
     def spark_conf(self) -> dict[str, str]:
-        """Spark's configuration: what topics and sinks need, and over it the file's own.
+        """Spark's configuration: what source and sinks need, and over it the file's own.
 
         Lists of all are joined, unless the file's is empty.
         """
         found: dict[str, str] = {}
-        needed = [self.topics.spark_conf] if self.topics is not None else []
-        for conf in (*needed, *(sink.spark_conf for sink in self.sinks), self.spark.conf):
+        for conf in (self.source.spark_conf, *(sink.spark_conf for sink in self.sinks), self.spark.conf):
             both = [name for name in _LISTS if found.get(name) and conf.get(name)]
             entries = {name: f"{found[name]},{conf[name]}".split(",") for name in both}
             found |= {**conf, **{name: ",".join(dict.fromkeys(each)) for name, each in entries.items()}}
@@ -132,9 +101,14 @@ class Pipeline:
         tasks. Its second, optimising compiler then takes more processor time than it ever saves. What
         ``spark.driver.extraJavaOptions`` says, stands behind these options and wins.
         """
-        if not runs_locally(master) or self.topics is not None or any(sink.spark_conf for sink in self.sinks):
+        if not runs_locally(master) or self.source.spark_conf or any(sink.spark_conf for sink in self.sinks):
             return self.spark_conf
         return {"spark.driver.defaultJavaOptions": f"{END_WITHOUT_MEMORY} {ONE_COMPILER}", **self.spark_conf}
+
+    @property
+    def spark_start(self) -> SparkStart:
+        """What a Spark session of the pipeline is started with, on the master that the file names."""
+        return SparkStart(self.name, self.spark.master, self.spark_conf_on(self.spark.master))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], environment: Mapping[str, str] = os.environ) -> Pipeline:
@@ -164,7 +138,7 @@ class Pipeline:
         source, sinks = root.section("source"), root.sections("sink")
         pipeline = cls(
             name=name,
-            reads=_source(source, name),
+            source=_source(source, name),
             sinks=tuple(map(_sink, sinks)),
             state=root.take("state", as_state_url),
             snapshot=root.settings(
@@ -196,9 +170,8 @@ class Pipeline:
             return pipeline
         conf = {"spark.master": pipeline.spark.master, **pipeline.spark_conf}
         bound = [sink.with_spark(conf) if isinstance(sink, SparkBound) else sink for sink in pipeline.sinks]
-        if pipeline.topics is None:
-            name = database_of(pipeline.source.dsn)
-            bound = [sink.with_database(name) if isinstance(sink, Naming) else sink for sink in bound]
+        if (database := pipeline.source.database) is not None:
+            bound = [sink.with_database(database) if isinstance(sink, Naming) else sink for sink in bound]
         return replace(pipeline, sinks=tuple(bound))
 
 
@@ -232,24 +205,17 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return "a tag, an anchor or an alias that is not known" if named else problem
 
 
-def _source(section: Section, name: str) -> Source | TopicSource:
-    if section.take("type", one_of("postgres", "kafka"), "postgres") == "kafka":
-        return TopicSource.parse(section)
-    return Source(
-        dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres"),
-        tables=section.take("tables", as_table_rules),
-        slot=section.take("slot", as_slot_name, f"airflow_cdc_{name}"),
-        publication=section.take("publication", as_publication_name, f"airflow_cdc_{name}"),
-        replication_dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres", prefix="replication_"),
-    )
+def _source(section: Section, name: str) -> SourceSettings:
+    kind = section.take("type", one_of(*types("source")), "postgres")
+    return source_kind(kind).settings.parse(section, name)
 
 
 def _sink(section: Section) -> SinkSettings:
-    kind = section.take("type", one_of(*sink_types()), "postgres")
-    return sink_settings(kind).parse(section)
+    kind = section.take("type", one_of(*types("sink")), "postgres")
+    return sink_plugin(kind).settings.parse(section)
 
 
 def _name(value: object) -> str:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
+    if not isinstance(value, str) or not PIPELINE_NAME.fullmatch(value):
         raise ValueError("1 to 40 of the characters a-z, 0-9 and _")
     return value

@@ -1,53 +1,79 @@
-"""The kinds of sinks that there are, by the ``type`` in the pipeline file: ours, and those that packages bring.
+"""Kinds of sources and of sinks by their names: ours, and those of other packages.
 
-A package registers its class of :class:`.SinkSettings` as an entry point of the group ``airflow_cdc_provider.sinks``.
+A package registers a kind by an entry point, whose name is the ``type`` in a pipeline file and whose object is the
+plugin: of the group ``airflow_cdc_provider.sources`` a :class:`.SourcePlugin`, of ``airflow_cdc_provider.sinks`` a
+:class:`.SinkPlugin`. Ours are not entry points: where Spark is sent only the engine, nothing is installed.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import Any, Literal, cast
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.pipeline.kinds import SinkSettings
+from airflow_cdc_provider.engine.pipeline.kinds import SinkPlugin, SinkSettings, SourceKind
 
-GROUP = "airflow_cdc_provider.sinks"
+Side = Literal["source", "sink"]
 
-# Not as entry points of our own: where Spark is sent only the engine, nothing is installed.
-_OURS = {
-    "postgres": "PostgresSettings",
-    "mysql": "MysqlSettings",
-    "delta": "DeltaSettings",
-    "files": "FilesSettings",
-    "kafka": "KafkaSettings",
+_OURS: Mapping[Side, Mapping[str, str]] = {
+    "source": {"postgres": "PostgresSourcePlugin", "kafka": "KafkaSourcePlugin"},
+    "sink": {
+        "postgres": "PostgresPlugin",
+        "mysql": "MysqlPlugin",
+        "delta": "DeltaPlugin",
+        "files": "FilesPlugin",
+        "kafka": "KafkaPlugin",
+    },
 }
 
 
-def sink_types() -> tuple[str, ...]:
-    """Names of all kinds of sinks, ours first."""
-    return (*_OURS, *sorted(_others().keys() - _OURS.keys()))
+def types(side: Side) -> tuple[str, ...]:
+    """Names of all kinds, ours first."""
+    return (*_OURS[side], *sorted(_others(side).keys() - _OURS[side].keys()))
 
 
-def sink_settings(name: str) -> type[SinkSettings]:
-    """The class of a kind of sinks.
+def source_kind(name: str) -> SourceKind:
+    """The plugin of a kind of sources.
 
     :raises ConfigError: when there is none of that name, or its package cannot be imported.
     """
-    if name in _OURS:
-        module = importlib.import_module(f"airflow_cdc_provider.engine.sinks.{name}.settings")
-        return cast("type[SinkSettings]", getattr(module, _OURS[name]))
-    found = _others().get(name)
+    return cast(SourceKind, _plugin("source", name))
+
+
+def sink_plugin(name: str) -> SinkPlugin[SinkSettings]:
+    """The plugin of a kind of sinks.
+
+    :raises ConfigError: as :func:`source_kind`.
+    """
+    return cast("SinkPlugin[SinkSettings]", _plugin("sink", name))
+
+
+@cache
+def _plugin(side: Side, name: str) -> Any:
+    if name in _OURS[side]:
+        module = importlib.import_module(f"airflow_cdc_provider.engine.{side}s.{name}.plugin")
+        return getattr(module, _OURS[side][name])()
+    found = _others(side).get(name)
     if found is None:
-        raise ConfigError("sink.type: a text is not valid", f"Give one of {', '.join(sink_types())}.")
+        raise ConfigError(f"{side}.type: a text is not valid", f"Give one of {', '.join(types(side))}.")
     try:
-        return cast("type[SinkSettings]", found.load())
+        plugin = found.load()
     except (ImportError, AttributeError) as e:
         raise ConfigError(
-            f"sink.type: {name!r} is registered as {found.value}, which cannot be loaded: {e}",
-            "Install the package that brings this sink anew, with all it needs.",
+            f"{side}.type: {name!r} is registered as {found.value}, which cannot be loaded: {e}",
+            f"Install the package that brings this {side} anew, with all it needs.",
         ) from e
+    if not hasattr(plugin, "settings"):
+        raise ConfigError(
+            f"{side}.type: {name!r} is registered as {found.value}, which is no plugin: it has no `settings`",
+            f"Install a version of the package that brings this {side} which registers a plugin, as"
+            f" docs/{side}s/custom.md describes; until 0.1 the class of the settings was registered.",
+        )
+    return plugin()
 
 
-def _others() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=GROUP)}
+def _others(side: Side) -> dict[str, EntryPoint]:
+    return {each.name: each for each in entry_points(group=f"airflow_cdc_provider.{side}s")}

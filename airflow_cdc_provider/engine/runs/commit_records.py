@@ -7,6 +7,8 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.registry import sink_plugin
+from airflow_cdc_provider.engine.runs.source import attached
 from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords, merged
 from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Sink
 
@@ -16,7 +18,7 @@ def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
 
     :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
     """
-    return pipeline.sink.open(pipeline.name, part)
+    return sink_plugin(pipeline.sink.type).open(pipeline.sink, pipeline.name, part)
 
 
 def commit_record_of(pipeline: Pipeline, part: str = "") -> CommitRecord:
@@ -43,17 +45,12 @@ def existing_record(pipeline: Pipeline) -> Record:
         sink = "the sink" if len(pipeline.sinks) == 1 else "one of the sinks"
         raise GateClosed(
             f"{sink} has no commit record of pipeline {pipeline.name!r}",
-            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, restore it from a backup;"
-            " without one, run `airflow-cdc drop`, empty or drop the target tables, and `run`."
-            if pipeline.topics is not None
-            else "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
-            " `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it makes the record"
-            " anew, with publication and slot, and reads all tables again.",
+            attached(pipeline).without_record,
         )
     return record
 
 
-def require_targets(sink: Sink, record: Record) -> None:
+def require_targets(pipeline: Pipeline, sink: Sink, record: Record) -> None:
     """Refuse to go on without target tables.
 
     :raises GateClosed: naming those that are gone.
@@ -61,10 +58,6 @@ def require_targets(sink: Sink, record: Record) -> None:
     gone = sink.missing(record.targets)
     if gone:
         names = ", ".join(f"{target.schema}.{target.name}" for target in gone)
-        tables = " ".join(f"--table {target.table.label}" for target in gone)
         raise GateClosed(
-            f"target tables of the pipeline no longer exist: {names}",
-            f"Run `airflow-cdc resnapshot {'--all' if record.unfinished else tables}`: it creates and fills them."
-            if "slot" in record.identity
-            else "Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning of its topics.",
+            f"target tables of the pipeline no longer exist: {names}", attached(pipeline).without_targets(gone, record)
         )

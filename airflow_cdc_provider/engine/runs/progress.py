@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from airflow_cdc_provider.engine.core.chunk_ranges import Place, ranges
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 
 
@@ -59,3 +60,46 @@ class StreamProgress:
         }
         values |= {} if self.lag_messages is None else {"lag_messages": self.lag_messages}
         return values | ({"waiting": self.waiting} if self.waiting else {})
+
+
+@dataclass(frozen=True)
+class SnapshotProgress:
+    """How far a snapshot is.
+
+    :param chunks: how many the job has to copy.
+    :param finished: those that are copied, by table and index.
+    :param rows: rows written.
+    :param seconds: since the job began.
+    :param running: the chunks that are being read, as many as ``snapshot.parallelism`` at most, and those that wait
+        for their commit.
+    """
+
+    chunks: int
+    finished: frozenset[Place] = frozenset()
+    rows: int = 0
+    seconds: float = 0.0
+    running: frozenset[Place] = frozenset()
+
+    def plus(self, further: SnapshotProgress) -> SnapshotProgress:
+        """The progress after a further attempt at what this one has left unfinished."""
+        return SnapshotProgress(
+            self.chunks,
+            self.finished | further.finished,
+            self.rows + further.rows,
+            self.seconds + further.seconds,
+            further.running,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The progress as JSON values; ``eta_seconds`` is ``None`` before a chunk is finished."""
+        finished = len(self.finished)
+        return {
+            "chunks": self.chunks,
+            "finished": finished,
+            "rows": self.rows,
+            "seconds": self.seconds,
+            "rows_per_second": round(self.rows / self.seconds) if self.seconds else 0,
+            "eta_seconds": round(self.seconds / finished * (self.chunks - finished)) if finished else None,
+            "finished_chunks": ranges(self.finished),
+            "running_chunks": ranges(self.running),
+        }

@@ -18,7 +18,6 @@ from typing import TypeVar
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ConnectionFailed,
-    Fenced,
     Refused,
     Retry,
     SlotBudgetExceeded,
@@ -27,17 +26,13 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.restart_strategy import Attempt, Failure
-from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.runs.run import Run, rejoin
 from airflow_cdc_provider.engine.runs.single_writer import require_latest
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_free_slot, end_walsender
-from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of
 
 T = TypeVar("T")
 
 _UNREACHABLE: tuple[type[Exception], ...] = (ConnectionFailed, StreamFailed, *DRIVER_ERRORS)
-_ANY: tuple[type[Exception], ...] = (CdcError, *DRIVER_ERRORS)
 
 _log = logging.getLogger(__name__)
 
@@ -55,30 +50,8 @@ def keep_trying(run: Run, record: Record, attempt: Callable[[Record], T]) -> T |
         return _attempts(run, record, attempt)
     except SlotBudgetExceeded as e:
         if run.pipeline.stream.on_max_retained_wal == "drop-slot":
-            _give_up_slot(run, e)
+            run.source.give_up_slot(e, partial(_fenced, run))
         raise
-
-
-def _give_up_slot(run: Run, exceeded: SlotBudgetExceeded) -> None:
-    """Drop the slot, unless another run has taken over, to which it belongs.
-
-    :raises Fenced: when another has.
-    :raises SlotBudgetExceeded: saying why, when the slot cannot be dropped.
-    """
-    names = run.pipeline.source
-    try:
-        with connected(names.log_dsn) as source:
-            end_walsender(source, names.slot, reader_of(names), partial(_fenced, run))
-            with _fenced(run):
-                drop_free_slot(source, names.slot)
-    except Fenced:
-        raise
-    except _ANY as e:
-        raise SlotBudgetExceeded(
-            f"{exceeded.message}; it could not be dropped: {str(e).strip()}",
-            f"Drop it on the source, SELECT pg_drop_replication_slot('{names.slot}'), or make room there. If it is"
-            " dropped, the repair is `airflow-cdc resnapshot --all`, then stream.",
-        ) from e
 
 
 @contextlib.contextmanager

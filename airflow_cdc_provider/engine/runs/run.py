@@ -23,7 +23,6 @@ from typing import Any, cast
 
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
-    ConnectionFailed,
     ExitCode,
     Fenced,
     SecondWriter,
@@ -33,13 +32,11 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.signals import ending_gracefully
 from airflow_cdc_provider.engine.core.typed_json import as_type
-from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.kinds import SourceSettings
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget, BudgetWatch
-from airflow_cdc_provider.engine.postgres.slots import SlotState, read_slot
-from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record, require_targets, sink_of
+from airflow_cdc_provider.engine.postgres.slots import SlotState
+from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record, sink_of
 from airflow_cdc_provider.engine.runs.lag import Lag
 from airflow_cdc_provider.engine.runs.metrics import require_client, serving
 from airflow_cdc_provider.engine.runs.rate import Rate
@@ -51,15 +48,11 @@ from airflow_cdc_provider.engine.runs.run_errors import (
     record_error,
 )
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
+from airflow_cdc_provider.engine.runs.source import attached
 from airflow_cdc_provider.engine.sinks.contract import Sink
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import end_walsender
-from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import (
-    RESNAPSHOT,
     STALE_SECONDS,
     STREAM,
     Heartbeat,
@@ -88,18 +81,6 @@ def budget_of(pipeline: Pipeline) -> Budget:
     return Budget(pipeline.stream.max_retained_wal, pipeline.stream.on_max_retained_wal)
 
 
-def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
-    """Record how the source has moved on.
-
-    :returns: what was recorded, as values of the record's ``identity``; empty without news.
-    :raises Fenced: when another run has taken over.
-    """
-    news = passage.news(record)
-    if news:
-        sink.note_source(record.epoch, news)
-    return news
-
-
 @dataclass
 class _Vitals:
     """What the branches of a part have in common."""
@@ -123,7 +104,8 @@ class Run:
         self.part = part
         self.epoch = epoch
         self.commit_record = commit_record_of(pipeline, part)
-        self.budget = BudgetWatch(budget_of(pipeline), pipeline.source.slot if pipeline.topics is None else "")
+        self.source = attached(pipeline)
+        self.budget = BudgetWatch(budget_of(pipeline), self.source.slot)
         self.history = History(state, part, epoch)
         self.lag = lag or Lag()
         self._rate = Rate()
@@ -182,10 +164,10 @@ class Run:
         """Let the part end after its current unit."""
         self._stop.set()
 
-    def capture(self, rules: tuple[TableRule, ...]) -> None:
-        """Work by other rules for the source's tables from now on: the file has been edited meanwhile."""
+    def read_from(self, source: SourceSettings) -> None:
+        """Work by other settings of the source from now on: the file has been edited meanwhile."""
         for run in {self, *self.branches}:
-            run.pipeline = replace(run.pipeline, reads=replace(run.pipeline.source, tables=rules))
+            run.pipeline = replace(run.pipeline, source=source)
 
     def name_application(self, application: str, ui: str | None) -> None:
         """Say from now on which Spark application the part is, and at which address its web UI is."""
@@ -193,15 +175,10 @@ class Run:
 
     def look_at_slot(self) -> SlotState | None:
         """Look how far the slot is; ``None`` when there is none, or the source cannot be reached."""
-        if self.pipeline.topics is not None:
-            return None
-        source = self.pipeline.source
-        with contextlib.suppress(ConnectionFailed, *DRIVER_ERRORS), connected(source.dsn) as connection:
-            found = read_slot(connection, source.slot)
-            if found is not None:
-                self.lag.see(found)
-            return found
-        return None
+        found = self.source.look_at_slot()
+        if found is not None:
+            self.lag.see(found)
+        return found
 
     def report(self) -> dict[str, Any]:
         """The progress of the part, see ``status``."""
@@ -235,10 +212,6 @@ class Run:
             if asked & submission.KILLERS and self._unwanted_since is None:
                 self._unwanted_since = time.monotonic()
         self._beaten = time.monotonic()
-
-    def note(self, record: Record, passage: Passage) -> dict[str, Any]:
-        """Record how the source has moved on, see :func:`note_passage`, under the epoch of this run, a branch."""
-        return note_passage(self.sink, replace(record, epoch=self.epoch), passage)
 
     def check(self) -> None:
         """Raise what the heartbeat's thread ran into."""
@@ -331,8 +304,8 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
         try:
             yield run, record
             # While a restart is waited for, a server is out of reach.
-            if part == STREAM and pipeline.topics is None and "restart" not in run.progress:
-                _note_slot(run)
+            if part == STREAM and "restart" not in run.progress:
+                run.source.leave(run.epoch, [branch.sink for branch in run.branches])
         except CdcError as e:
             cause = submission.cause_of(e)
             run.record_error(cause)
@@ -354,41 +327,8 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     else:
         refuse_second_writer(state, epoch, part, takeover)
     require_epoch(record, epoch)
-    if pipeline.topics is not None:
-        for branch in pipeline.branches:
-            require_targets(sink_of(branch, part), existing_record(branch))
-        return existing_record(pipeline)
-    with connected(pipeline.source.dsn) as source:
-        passed = [
-            (branch, record, gate(source, pipeline.source, record))
-            for branch in pipeline.branches
-            for record in [existing_record(branch)]
-        ]
-    for branch, record, passage in passed:
-        sink = sink_of(branch, part)
-        if part != RESNAPSHOT:
-            require_targets(sink, record)
-        # Parts of a run share the record's row with chunks in flight: they write to it only what they cannot do
-        # without. One that has nothing to read leaves it alone, as a stream may be at work, and on the timeline that
-        # stands there.
-        reads = part == RESNAPSHOT or bool(record.unfinished)
-        if part == STREAM or (reads and "timeline" in passage.news(record)):
-            note_passage(sink, record, passage)
+    attached(pipeline).enter(part)
     return existing_record(pipeline)
-
-
-def _note_slot(run: Run) -> None:
-    """Record where the stream has left the slot, once its reader is gone and the server has saved that."""
-    with connected(run.pipeline.source.dsn) as source:
-
-        def free() -> bool:
-            state = read_slot(source, run.pipeline.source.slot)
-            return state is None or not state.active
-
-        if existing_record(run.pipeline).epoch == run.epoch and await_condition(free, _RELEASE_SECONDS):
-            for branch in run.branches:
-                record = existing_record(branch.pipeline)
-                branch.note(record, gate(source, run.pipeline.source, record))
 
 
 def rejoin(run: Run) -> Record:
@@ -406,11 +346,8 @@ def rejoin(run: Run) -> Record:
     if existing_record(pipeline).epoch == run.epoch:
         run.commit_record.end_sessions()
     record = _enter(pipeline, run.state, run.part, run.epoch, takeover=True)
-    if run.part == STREAM and pipeline.topics is None:
-        names = pipeline.source
-        fence = partial(run.commit_record.fenced, run.epoch)
-        with connected(names.log_dsn) as source:
-            end_walsender(source, names.slot, reader_of(names), fence)
+    if run.part == STREAM:
+        run.source.end_readers(partial(run.commit_record.fenced, run.epoch))
     return record
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 from airflow_cdc_provider.engine.core.errors import (
     ClockDiffers,
@@ -12,11 +11,8 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import require_primary
-from airflow_cdc_provider.engine.sources.postgres.provision.slot import end_walsender
-from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of, slot_session
+from airflow_cdc_provider.engine.runs.source import attached
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import (
@@ -60,17 +56,7 @@ def take_epoch(pipeline: Pipeline, state: State, takeover: bool) -> int:
     """
     record = existing_record(pipeline)
     refuse_second_writer(state, record.epoch, None, takeover)
-    if pipeline.topics is not None:
-        return commit_record_of(pipeline).take_epoch(str(Owner.this()))
-    # Of the record, not of the file: a slot that the file names by mistake is another's.
-    slot = record.identity["slot"]
-    # Its session is opened before: one that cannot replicate must not end a run that can.
-    with connected(pipeline.source.dsn) as source, slot_session(pipeline.source, source) as session:
-        require_primary(source)
-        records = commit_record_of(pipeline)
-        epoch = records.take_epoch(str(Owner.this()))
-        end_walsender(session, slot, reader_of(pipeline.source, slot), partial(records.fenced, epoch))
-    return epoch
+    return attached(pipeline).take_epoch(record, commit_record_of(pipeline), str(Owner.this()))
 
 
 def require_epoch(record: Record, epoch: int) -> None:

@@ -28,11 +28,10 @@ from pyspark.sql import SparkSession
 
 import airflow_cdc_provider
 from airflow_cdc_provider.engine.core.errors import SparkLost, SparkUnusable, hidden_on_executors
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.spark.jvm import start_jvm
 from airflow_cdc_provider.engine.spark.local_spark import local_address, local_sockets
 from airflow_cdc_provider.engine.spark.python_interpreter import VARIABLE, is_this_python, python_for_spark
-from airflow_cdc_provider.engine.spark.settings import END_WITHOUT_MEMORY, runs_locally
+from airflow_cdc_provider.engine.spark.settings import END_WITHOUT_MEMORY, SparkStart, runs_locally
 
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
@@ -56,9 +55,10 @@ _LIBRARIES = ("adbc_driver_postgresql", "numpy", "pandas", "psycopg", "psycopg2"
 
 
 @contextmanager
-def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
+def spark_session(start: SparkStart, command: str) -> Iterator[SparkSession]:
     """Start a session (or join the one of ``spark-submit``), and stop it at the end; within a session, use that.
 
+    :param start: see :attr:`.Pipeline.spark_start`.
     :param command: for the application's name.
     :raises SparkUnusable: when it does not start, or its executors lack a library.
     """
@@ -66,9 +66,9 @@ def spark_session(pipeline: Pipeline, command: str) -> Iterator[SparkSession]:
     if outer is not None:
         yield outer
         return
-    local = runs_locally(pipeline.spark.master)
-    with python_chosen(local, local_address(pipeline.spark_conf) if local else {}):
-        spark = _started(pipeline, command)
+    local = runs_locally(start.master)
+    with python_chosen(local, local_address(start.conf) if local else {}):
+        spark = _started(start, command)
         try:
             with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
                 # Before a job no task is spent on what this process sees as well.
@@ -151,16 +151,16 @@ def _submitted() -> bool:
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
-def _started(pipeline: Pipeline, command: str) -> SparkSession:
+def _started(start: SparkStart, command: str) -> SparkSession:
     interrupt = signal.getsignal(signal.SIGINT)
     try:
         master = SparkConf().get("spark.master") if _submitted() else None
-        options = {"spark.app.name": f"airflow-cdc {pipeline.name} {command}"}
-        options |= defaults_on(master or pipeline.spark.master)
+        options = {"spark.app.name": f"airflow-cdc {start.name} {command}"}
+        options |= defaults_on(master or start.master)
         if not _submitted():
-            options |= {"spark.master": pipeline.spark.master, "spark.log.level": "ERROR"}
-            options |= pipeline.spark_conf_on(pipeline.spark.master)
-        start_jvm(options, f"{pipeline.name}-{command}")
+            options |= {"spark.master": start.master, "spark.log.level": "ERROR"}
+            options |= start.conf
+        start_jvm(options, f"{start.name}-{command}")
         builder = SparkSession.builder
         for name, value in options.items():
             builder = builder.config(name, value)
@@ -169,7 +169,7 @@ def _started(pipeline: Pipeline, command: str) -> SparkSession:
         raise
     except Exception as e:
         raise SparkUnusable(
-            f"Spark does not start on {pipeline.spark.master}: {str(e).splitlines()[0]}",
+            f"Spark does not start on {start.master}: {str(e).splitlines()[0]}",
             # A socket's path has 108 bytes; by default it lies in Java's directory for temporary files.
             "Name a directory with a short path by spark.python.unix.domain.socket.dir in spark.conf."
             if "path too long" in str(e)

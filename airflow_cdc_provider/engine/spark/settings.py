@@ -21,6 +21,19 @@ class SparkSettings:
     conf: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class SparkStart:
+    """What Spark is started with for a pipeline.
+
+    :param name: the pipeline's.
+    :param conf: see :meth:`.Pipeline.spark_conf_on`.
+    """
+
+    name: str
+    master: str
+    conf: Mapping[str, str]
+
+
 def runs_locally(master: str) -> bool:
     """Whether Spark's tasks run in the driver's own JVM."""
     return master == "local" or master.startswith("local[")

@@ -6,8 +6,8 @@ import logging
 import re
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.section_values import PIPELINE_NAME
 from airflow_cdc_provider.engine.core.typed_json import as_type
-from airflow_cdc_provider.engine.pipeline.pipeline import NAME
 from airflow_cdc_provider.engine.state.files import SPARKS, State
 
 _OWNER = "pipeline.json"
@@ -96,6 +96,6 @@ def _contents(state: State) -> tuple[list[str], list[str]]:
 
 def _as_owner(values: dict[str, object]) -> str:
     found: str = as_type(values["pipeline"], str, "pipeline")
-    if not NAME.fullmatch(found):
+    if not PIPELINE_NAME.fullmatch(found):
         raise ValueError("pipeline is no name of one")
     return found

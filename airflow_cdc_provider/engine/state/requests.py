@@ -16,8 +16,8 @@ from typing import Any
 from airflow_cdc_provider.engine.core.errors import (
     StateDamaged,
 )
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.core.typed_json import as_type
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, read_heartbeats
 

@@ -9,6 +9,7 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTable, GateClosed
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
@@ -76,7 +77,7 @@ LOSSES = {
 def test_a_record_that_is_gone(make_pipeline: Make, mode: Mode, loss: str) -> None:
     """The state vouches for slot and targets, and nothing of before can commit under the record that is made anew."""
     pipeline = make_pipeline(mode)
-    sink, before = commands.sink_of(pipeline.pipeline), pipeline.record
+    sink, before = sink_of(pipeline.pipeline), pipeline.record
     pipeline.source(*LOST)
     pipeline.target(*LOSSES[loss])
     solution = refused(pipeline, GateClosed, "no commit record")

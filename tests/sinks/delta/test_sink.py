@@ -32,6 +32,7 @@ from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.sinks.delta import spark_errors as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
+from airflow_cdc_provider.engine.sinks.delta.plugin import DeltaPlugin
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged, StagedPiece
@@ -144,9 +145,8 @@ class TestChangelog(ChangelogContract):
 
 
 def opened(root: Path, mode: str = "mirror", pipeline: str = "p", **settings: object) -> DeltaSink:
-    sink = DeltaSettings(str(root), mode=mode, **settings).open(pipeline)  # type: ignore[arg-type]
-    assert isinstance(sink, DeltaSink)
-    return sink
+    made = DeltaSettings(str(root), mode=mode, **settings)  # type: ignore[arg-type]
+    return DeltaPlugin().open(made, pipeline)
 
 
 def prepared(root: Path, mode: str = "mirror", **settings: object) -> tuple[DeltaSink, int]:

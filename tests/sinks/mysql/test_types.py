@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, UncapturableTable
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import Target, Watermark
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
@@ -27,7 +28,6 @@ from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.mysql.types import kind_of
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases

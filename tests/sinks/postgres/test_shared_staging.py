@@ -14,6 +14,7 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import StagingLost, ValueRefused
 from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.postgres.array_text import array_text
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sinks.postgres import shared_staging as postgres_gathered
@@ -21,7 +22,6 @@ from airflow_cdc_provider.engine.sinks.postgres.shared_staging import element_ty
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases
 from tests.sinks.contract import IDENTITY, Begun

@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage
 from airflow_cdc_provider.engine.sources.kafka.query import lineage_in, result
-from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import TopicSettings
 from tests.pipeline.test_pipeline import document
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
@@ -138,7 +138,7 @@ def spark() -> Iterator[SparkSession]:
         yield spark
 
 
-def source_of(columns: str | None = COLUMNS, **source: Any) -> TopicSource:
+def source_of(columns: str | None = COLUMNS, **source: Any) -> TopicSettings:
     section = {"type": "kafka", "brokers": "nowhere:1", "topics": ["t"], "table": "public.t", **source}
     section |= {} if columns is None else {"columns": columns}
     found = Pipeline.parse(document(source=section, sink__mode="changelog")).topics

@@ -13,11 +13,11 @@ from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, UncapturableTable, UnknownTable
 from airflow_cdc_provider.engine.core.table import Leaf, Table
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.postgres.connection import connected, rows
 from airflow_cdc_provider.engine.sources.postgres.catalog import captured_tables, catalog
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publication_sql
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker, create_database, drop_database
 

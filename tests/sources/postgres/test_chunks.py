@@ -22,9 +22,11 @@ from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.chunk_ranges import choose_chunks
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Watermark
 from airflow_cdc_provider.engine.core.table import Column, Table
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import connect, connected, rows, scalar
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
@@ -36,8 +38,6 @@ from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import (
     range_condition,
     read_query,
 )
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import choose_chunks
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 from local_servers.postgres import PostgresServer
 
 NO_CONNECTION = cast(Connection, None)

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.table_layout import require_apart, require_possible
 
 
-def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
-    """See :meth:`.SinkSettings.check`."""
-    sink = settings.open(pipeline.name)
-    assert isinstance(sink, DeltaSink)
+def check(settings: DeltaSettings, sink: DeltaSink, checks: Checks, targets: Sequence[Target] | None) -> None:
+    """See :meth:`.SinkPlugin.check`."""
 
     def writable() -> str:
         sink.root.require_create()
         return f"sink {settings.place} can be written, and creates files only if they are absent."
 
     def known() -> str:
-        labels = {table.label for table in tables or ()}
+        labels = {target.table.label for target in targets or ()}
         for label, _ in settings.partition_by:
             if label not in labels:
                 raise ConfigError(
@@ -41,14 +36,13 @@ def check(settings: DeltaSettings, checks: Checks, pipeline: Pipeline, tables: S
         record = sink.record()
         recorded = record.targets if record is not None else ()
         ours = {sink.layout.known_as(target.schema, target.name) for target in recorded}
-        targets = [Target(table, *target_name(pipeline, table)) for table in tables or ()]
-        require_apart(sink.layout, targets)
-        for target in targets:
+        require_apart(sink.layout, targets or ())
+        for target in targets or ():
             require_possible(sink.layout, target, settings.mode)
             if sink.layout.known_as(target.schema, target.name) not in ours:
                 sink.require_usable(target)
         return "Every table can be a Delta table, and target tables that others have made can have the rows."
 
-    if checks.run("sink", writable) is not None and tables is not None:
+    if checks.run("sink", writable) is not None and targets is not None:
         checks.run("sink partitions", known)
         checks.run("target tables", possible)

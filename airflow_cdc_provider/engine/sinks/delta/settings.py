@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.core.section_values import as_flag, as_mapping, as_text, one_of
 from airflow_cdc_provider.engine.sinks.lake.paths import as_path, folder
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
-    from airflow_cdc_provider.engine.core.table import Table
-    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-    from airflow_cdc_provider.engine.postgres.connection import Connection
-    from airflow_cdc_provider.engine.sinks.contract import Sink
 
 PACKAGE = "io.delta:delta-spark_4.2_2.13:4.4.0"
 """Delta for the Spark that the engine needs, as Maven Central has it."""
@@ -96,33 +91,6 @@ class DeltaSettings:
             "delta.columnMapping.mode": "name",
         }
         return tuple({**ours, **dict(self.properties)}.items())
-
-    def open(self, pipeline: str, part: str = "") -> Sink:
-        """See :meth:`.SinkSettings.open`."""
-        from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-        from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout
-        from airflow_cdc_provider.engine.sinks.lake.storage import Place
-
-        root = Place(self.path)
-        layout = Layout(root, self.catalog, self.partition_by, self.table_properties)
-        return DeltaSink(root, pipeline, self.mode, layout, self.spark or tuple(self.spark_conf.items()))
-
-    def check(
-        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
-    ) -> None:
-        """See :meth:`.SinkSettings.check`."""
-        from airflow_cdc_provider.engine.sinks.delta.checks import check
-
-        check(self, checks, pipeline, tables)
-
-    def maintain(self, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
-        """See :meth:`.Maintained.maintain`: by ``OPTIMIZE`` and ``VACUUM``."""
-        from airflow_cdc_provider.engine.sinks.delta.maintenance import RETAINED_HOURS, maintain
-        from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-
-        sink = cast(DeltaSink, self.open(pipeline))
-        hours = RETAINED_HOURS if retention is None else retention / 3600
-        return [asdict(table) for table in maintain(sink, retained_hours=hours)]
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""

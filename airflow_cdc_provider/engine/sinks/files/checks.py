@@ -8,20 +8,17 @@ from functools import partial
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import SparkUnusable
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.files.row_format import CODEC
 from airflow_cdc_provider.engine.sinks.files.settings import FilesSettings
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 
 
-def check(settings: FilesSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
-    """See :meth:`.SinkSettings.check`."""
-    sink = settings.open(pipeline.name)
+def check(settings: FilesSettings, sink: FilesSink, checks: Checks, targets: Sequence[Target] | None) -> None:
+    """See :meth:`.SinkPlugin.check`."""
 
     def writable() -> str:
         sink.root.require_create()
@@ -30,9 +27,8 @@ def check(settings: FilesSettings, checks: Checks, pipeline: Pipeline, tables: S
     checks.run("sink", writable)
     if settings.format == "parquet":
         checks.run("codec", _codec)
-    if tables is not None:
-        targets = [Target(table, *target_name(pipeline, table)) for table in tables]
-        checks.run("column names", partial(_column_names, tables))
+    if targets is not None:
+        checks.run("column names", partial(_column_names, [target.table for target in targets]))
         if checks.passed("sink"):
             checks.run("target folders", partial(_folders, sink, targets))
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.core.section_values import as_text
 from airflow_cdc_provider.engine.sinks.lake.paths import as_path, folder
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
-    from airflow_cdc_provider.engine.core.table import Table
-    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-    from airflow_cdc_provider.engine.postgres.connection import Connection
-    from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 
 Format = Literal["parquet", "json"]
 
@@ -59,28 +54,6 @@ class FilesSettings:
     def spark_conf(self) -> Mapping[str, str]:
         """See :attr:`.SinkSettings.spark_conf`: nothing, as files are written without the JVM."""
         return {}
-
-    def open(self, pipeline: str, part: str = "") -> FilesSink:
-        """See :meth:`.SinkSettings.open`."""
-        from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-        from airflow_cdc_provider.engine.sinks.lake.storage import Place
-
-        return FilesSink(Place(self.path), pipeline, self.mode, self.format)
-
-    def check(
-        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
-    ) -> None:
-        """See :meth:`.SinkSettings.check`."""
-        from airflow_cdc_provider.engine.sinks.files.checks import check
-
-        check(self, checks, pipeline, tables)
-
-    def maintain(self, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
-        """See :meth:`.Maintained.maintain`: small files are compacted."""
-        from airflow_cdc_provider.engine.sinks.files.compaction import RETENTION_SECONDS, compact
-
-        seconds = RETENTION_SECONDS if retention is None else retention
-        return [compact(self.open(pipeline), retention=seconds).as_dict()]
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from airflow_cdc_provider.engine.commands.checks import target_name
-from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError, SinkIsSource
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.kafka.addresses import Properties, readable_logins
 from airflow_cdc_provider.engine.kafka.schema_registry import Registry
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 
@@ -20,22 +18,28 @@ _LONGEST = 249
 _MAXIMUM = "transaction.max.timeout.ms"
 
 
-def check(settings: KafkaSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
-    """See :meth:`.SinkSettings.check`."""
-    sink = settings.open(pipeline.name)
+def check(
+    settings: KafkaSettings,
+    sink: KafkaSink,
+    checks: Checks,
+    targets: Sequence[Target] | None,
+    source: SourceIdentity | None,
+) -> None:
+    """See :meth:`.SinkPlugin.check`."""
     checks.run("sink", lambda: f"Kafka answers at {settings.place}, cluster {sink.cluster.id()}.")
     for warning in readable_logins("sink", settings.properties, settings.registry, settings.registry_properties):
         checks.warn("encryption", warning)
     if not checks.passed("sink"):
         return
     checks.run("commit record", partial(_journal, sink))
+    if source is not None:
+        checks.run("identity", partial(_identity, sink, source, targets))
     checks.run("transaction timeout", partial(_timeout, settings, sink))
     if checks.passed("transaction timeout"):
         checks.run("transactions", partial(_transactions, sink))
     if settings.registry is not None:
         checks.run("schema registry", partial(_registry, settings.registry, settings.registry_properties))
-    if tables is not None:
-        targets = [Target(table, *target_name(pipeline, table)) for table in tables]
+    if targets is not None:
         checks.run("topic names", partial(_names, sink, targets))
         if checks.passed("topic names"):
             checks.run("cleanup policy", partial(_cleanup, sink, targets))
@@ -62,6 +66,20 @@ def _transactions(sink: KafkaSink) -> str:
 def _journal(sink: KafkaSink) -> str:
     sink.journal.require()
     return f"The topic {sink.journal.topic} keeps the commit record, or will be made."
+
+
+def _identity(sink: KafkaSink, source: SourceIdentity, targets: Sequence[Target] | None) -> str:
+    """Refuse to write what the pipeline reads: it would never come to an end."""
+    record = sink.record()
+    known = {target.table.label: target for target in (*(record.targets if record else ()), *(targets or ()))}
+    own = (sink.journal.topic, sink.staging.topic, *map(sink.topics.name, known.values()))
+    for topic in own:
+        if source.holds(f"kafka {sink.cluster.id()}", topic):
+            raise SinkIsSource(
+                f"the pipeline reads {topic}, which it writes",
+                "Give the sink another topic by sink.topic, or leave the pipeline's own topics out of what is read.",
+            )
+    return "The pipeline reads no topic that it writes."
 
 
 def _registry(url: str, properties: Properties) -> str:

@@ -18,13 +18,8 @@ from airflow_cdc_provider.engine.core.section_values import (
 from airflow_cdc_provider.engine.kafka.addresses import Properties, as_registry, brokers_of, secrets_of
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
-    from airflow_cdc_provider.engine.core.table import Table
-    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-    from airflow_cdc_provider.engine.postgres.connection import Connection
     from airflow_cdc_provider.engine.sinks.kafka.formats.plain import Format as MessageFormat
-    from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 
 Format = Literal["debezium", "json", "avro"]
 Decimals = Literal["string", "precise"]
@@ -150,20 +145,6 @@ class KafkaSettings:
     def with_database(self, name: str) -> Self:
         """See :meth:`.Naming.with_database`."""
         return self if self.database or self.format == "json" else replace(self, database=name)
-
-    def open(self, pipeline: str, part: str = "") -> KafkaSink:
-        """See :meth:`.SinkSettings.open`."""
-        from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-
-        return KafkaSink(self, pipeline, part)
-
-    def check(
-        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
-    ) -> None:
-        """See :meth:`.SinkSettings.check`."""
-        from airflow_cdc_provider.engine.sinks.kafka.checks import check
-
-        check(self, checks, pipeline, tables)
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""

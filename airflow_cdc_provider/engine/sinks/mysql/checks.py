@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_triggers
 from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
 from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
@@ -28,8 +25,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _GRANT = re.compile(r"GRANT (.+?) ON (\S+) TO ", re.DOTALL)
 
 
-def check(settings: MysqlSettings, checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None) -> None:
-    """See :meth:`.SinkSettings.check`."""
+def check(settings: MysqlSettings, checks: Checks, pipeline: str, targets: Sequence[Target] | None) -> None:
+    """See :meth:`.SinkPlugin.check`."""
     with ExitStack() as stack:
 
         def opened() -> Session:
@@ -42,8 +39,7 @@ def check(settings: MysqlSettings, checks: Checks, pipeline: Pipeline, tables: S
         checks.run("sink server", partial(_server, sink))
         checks.run("sink durability", partial(_durability, sink))
         checks.run("sink loading", partial(_loading, sink))
-        if tables is not None:
-            targets = [Target(table, *target_name(pipeline, table)) for table in tables]
+        if targets is not None:
             checks.run("sink privileges", partial(_may_write, sink, targets))
             checks.run("sink names", partial(_names, sink, targets))
             checks.run("sink rows", partial(_row_sizes, sink, settings, targets))
@@ -164,8 +160,8 @@ def _row_sizes(sink: Session, settings: MysqlSettings, targets: Sequence[Target]
     return "No target table has so many columns of text that its rows could be too large."
 
 
-def _definitions(sink: Session, settings: MysqlSettings, pipeline: Pipeline, targets: Sequence[Target]) -> str:
-    statements = [create_table(target, settings.mode, sink.collation, pipeline.name) for target in targets]
+def _definitions(sink: Session, settings: MysqlSettings, pipeline: str, targets: Sequence[Target]) -> str:
+    statements = [create_table(target, settings.mode, sink.collation, pipeline) for target in targets]
     return "\n".join(["Target tables that are missing are created so:", *(f"{each};" for each in statements)])
 
 
@@ -179,14 +175,14 @@ def _triggers(sink: Session, targets: Sequence[Target]) -> str:
     return "No target table has a trigger."
 
 
-def _target_tables(sink: Session, settings: MysqlSettings, pipeline: Pipeline, targets: Sequence[Target]) -> str:
+def _target_tables(sink: Session, settings: MysqlSettings, pipeline: str, targets: Sequence[Target]) -> str:
     recorded: dict[tuple[str, str], tuple[str, str]] = {}
     if sink.exists("airflow_cdc", "tables"):
         query = "SELECT target_schema, target_table, pipeline, source_table FROM airflow_cdc.tables"
         recorded = {(schema, name): (owner, table) for schema, name, owner, table in sink.rows(query)}
     for target in targets:
         shown, owner = f"{target.schema}.{target.name}", recorded.get((target.schema, target.name))
-        if owner == (pipeline.name, target.table.label):
+        if owner == (pipeline, target.table.label):
             continue
         if owner is not None:
             raise ForeignTable(
@@ -196,7 +192,7 @@ def _target_tables(sink: Session, settings: MysqlSettings, pipeline: Pipeline, t
         there = sink.exists(target.schema, target.name)
         if there and sink.rows(f"SELECT 1 FROM {quoted(target.schema, target.name)} LIMIT 1"):
             raise ForeignTable(
-                f"the target table {shown} exists and has rows that pipeline {pipeline.name!r} did not write",
+                f"the target table {shown} exists and has rows that pipeline {pipeline!r} did not write",
                 "Empty or drop the table, or give the pipeline another target database (sink.schema).",
             )
         different = difference(sink, target, settings.mode) if there else ""

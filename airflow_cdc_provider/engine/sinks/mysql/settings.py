@@ -10,12 +10,7 @@ from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.core.section_values import as_text, one_of
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
-    from airflow_cdc_provider.engine.core.table import Table
-    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-    from airflow_cdc_provider.engine.postgres.connection import Connection
-    from airflow_cdc_provider.engine.sinks.contract import Sink
 
 
 def as_mysql_uri(value: object) -> str:
@@ -64,20 +59,6 @@ class MysqlSettings:
     def spark_conf(self) -> Mapping[str, str]:
         """See :attr:`.SinkSettings.spark_conf`: nothing, as rows are written without the JVM."""
         return {}
-
-    def open(self, pipeline: str, part: str = "") -> Sink:
-        """See :meth:`.SinkSettings.open`."""
-        from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
-
-        return MysqlSink(self.dsn, pipeline, self.mode, part)
-
-    def check(
-        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
-    ) -> None:
-        """See :meth:`.SinkSettings.check`."""
-        from airflow_cdc_provider.engine.sinks.mysql.checks import check
-
-        check(self, checks, pipeline, tables)
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""

@@ -12,7 +12,6 @@ from functools import partial
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.commands.checks import target_name
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     ForeignTable,
@@ -22,9 +21,10 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.findings import Caution, Checks, Finding
 from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, describe, row, rows, scalar
+from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
 from airflow_cdc_provider.engine.postgres.privileges import (
     may_execute,
     quoted_user,
@@ -58,11 +58,11 @@ _LONGEST_NAME = 63  # bytes
 def check(
     settings: PostgresSettings,
     checks: Checks,
-    source: Connection | None,
-    pipeline: Pipeline,
-    tables: Sequence[Table] | None,
+    pipeline: str,
+    targets: Sequence[Target] | None,
+    source: SourceIdentity | None,
 ) -> None:
-    """See :meth:`.SinkSettings.check`."""
+    """See :meth:`.SinkPlugin.check`."""
     place = settings.place
 
     def opened() -> Connection:
@@ -74,22 +74,22 @@ def check(
     with closing(sink):
         checks.run("sink functions", partial(may_execute, sink, _FUNCTIONS))
         # Who may not ask a server for its identifier has been told so.
-        if source is not None and checks.passed("functions", "sink functions"):
+        if source is not None and checks.passed("sink functions"):
             checks.run("identity", partial(_identity, source, sink, place))
-        if tables is not None:
-            targets = [target_name(pipeline, table) for table in tables]
-            checks.run("sink schemas", partial(_schema_names, targets))
-            checks.run("sink privileges", partial(_may_write, sink, targets, settings.mode))
+        if targets is not None:
+            names = [(target.schema, target.name) for target in targets]
+            checks.run("sink schemas", partial(_schema_names, names))
+            checks.run("sink privileges", partial(_may_write, sink, names, settings.mode))
             if checks.passed("sink privileges"):  # without, a schema or table may not be looked into
-                checks.run("target tables", partial(_target_tables, sink, settings, pipeline, tables))
-                checks.run("target obstacles", partial(_obstacles, sink, pipeline, tables))
-                checks.run("target constraints", partial(_constraints, sink, pipeline, tables))
-                checks.run("target code", partial(_code_of_others, sink, pipeline, tables))
+                checks.run("target tables", partial(_target_tables, sink, settings, pipeline, targets))
+                checks.run("target obstacles", partial(_obstacles, sink, settings.mode, pipeline, targets))
+                checks.run("target constraints", partial(_constraints, sink, settings.mode, pipeline, targets))
+                checks.run("target code", partial(_code_of_others, sink, settings.mode, pipeline, targets))
 
 
 def check_server(dsn: str, mode: Mode = "mirror") -> list[Finding]:
     """Check a target server, whatever tables it will take; changes nothing."""
-    checks = Checks()
+    checks = Checks(driver_errors_told)
     opened = checks.run(
         "target", partial(connect, dsn, "airflow-cdc preflight"), lambda _: f"target {describe(dsn)} is reachable."
     )
@@ -100,9 +100,10 @@ def check_server(dsn: str, mode: Mode = "mirror") -> list[Finding]:
     return checks.findings
 
 
-def _identity(source: Connection, sink: Connection, place: str) -> str:
+def _identity(source: SourceIdentity, sink: Connection, place: str) -> str:
     query = "SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system())::text, pg_catalog.current_database()"
-    if row(source, query) == row(sink, query):
+    system, database = row(sink, query)
+    if source.holds(f"postgres {system}", database):
         raise SinkIsSource(f"source and sink are the same database, {place}", "Give sink.dsn another database.")
     return "Source and sink are different databases."
 
@@ -172,30 +173,30 @@ def _may_select(connection: Connection, table: tuple[str, str]) -> bool:
     ).get(table[0], [])
 
 
-def _target_tables(sink: Connection, settings: PostgresSettings, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+def _target_tables(sink: Connection, settings: PostgresSettings, pipeline: str, targets: Sequence[Target]) -> str:
     recorded: dict[tuple[str, str], tuple[str, str]] = {}
     if _may_select(sink, (_SCHEMA, "tables")):
         query = f"SELECT target_schema, target_table, pipeline, source_table FROM {_SCHEMA}.tables"
         recorded = {(schema, name): (owner, table) for schema, name, owner, table in rows(sink, query)}
-    for table in tables:
-        schema, name = target_name(pipeline, table)
+    for target in targets:
+        schema, name = target.schema, target.name
         owner = recorded.get((schema, name))
-        if owner == (pipeline.name, table.label):
+        if owner == (pipeline, target.table.label):
             continue
-        target = sql.Identifier(schema, name)
+        quoted_name = sql.Identifier(schema, name)
         advice = "Empty or drop the table, or give the pipeline another target schema (sink.schema)."
         if owner is not None:
             raise ForeignTable(
                 f"the target table {schema}.{name} belongs to pipeline {owner[0]!r}, which copies {owner[1]} into it",
                 "Give the pipeline another target schema (sink.schema), or drop the other one.",
             )
-        if _may_select(sink, (schema, name)) and rows(sink, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(target)):
+        if _may_select(sink, (schema, name)) and rows(sink, sql.SQL("SELECT 1 FROM {} LIMIT 1").format(quoted_name)):
             raise ForeignTable(
-                f"the target table {schema}.{name} exists and has rows that pipeline {pipeline.name!r} did not write",
+                f"the target table {schema}.{name} exists and has rows that pipeline {pipeline!r} did not write",
                 advice,
             )
         if "USAGE" in schema_privileges(sink, [schema]).get(schema, ["USAGE"]):  # else it may not be looked into
-            _keeps_values(sink, settings, Target(table, schema, name))
+            _keeps_values(sink, settings, target)
     return "No target table has rows of others, and those that exist keep the source's values."
 
 
@@ -207,35 +208,35 @@ def _keeps_values(sink: Connection, settings: PostgresSettings, target: Target) 
     require_kept(target, wrong, settings.types == "convert")
 
 
-def _recorded_targets(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
+def _recorded_targets(sink: Connection, pipeline: str, targets: Sequence[Target]) -> list[Target]:
     """The targets as they are recorded; of tables that are new, as the source defines them."""
     recorded: dict[str, Target] = {}
     if _may_select(sink, (_SCHEMA, "tables")):
         query = f"SELECT definition, target_schema, target_table FROM {_SCHEMA}.tables WHERE pipeline = %s"
-        for definition, schema, name in rows(sink, query, [pipeline.name]):
-            target = Target(Table.from_dict(definition), schema, name)
-            recorded[target.table.label] = target
-    return [recorded.get(table.label) or Target(table, *target_name(pipeline, table)) for table in tables]
+        for definition, schema, name in rows(sink, query, [pipeline]):
+            found = Target(Table.from_dict(definition), schema, name)
+            recorded[found.table.label] = found
+    return [recorded.get(target.table.label, target) for target in targets]
 
 
-def _obstacles(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    targets = _recorded_targets(sink, pipeline, tables)
-    for target in targets:
-        require_width(target, pipeline.sink.mode)
-    require_clear(find_obstacles(sink, targets, pipeline.sink.mode))
+def _obstacles(sink: Connection, mode: Mode, pipeline: str, targets: Sequence[Target]) -> str:
+    known = _recorded_targets(sink, pipeline, targets)
+    for target in known:
+        require_width(target, mode)
+    require_clear(find_obstacles(sink, known, mode))
     return "No target table refuses what the sink writes."
 
 
-def _constraints(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    found = find_cautions(sink, _recorded_targets(sink, pipeline, tables), pipeline.sink.mode)
+def _constraints(sink: Connection, mode: Mode, pipeline: str, targets: Sequence[Target]) -> str:
+    found = find_cautions(sink, _recorded_targets(sink, pipeline, targets), mode)
     if found:
         raise Caution(f"Target tables may refuse rows that the source has: {listed(found)}.")
     return "No target table is stricter than its source."
 
 
-def _code_of_others(sink: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
+def _code_of_others(sink: Connection, mode: Mode, pipeline: str, targets: Sequence[Target]) -> str:
     """Warn of those who can run code as the sink's role: a trigger runs as the role that writes."""
-    found = find_code_of_others(sink, _recorded_targets(sink, pipeline, tables), pipeline.sink.mode)
+    found = find_code_of_others(sink, _recorded_targets(sink, pipeline, targets), mode)
     if found:
         user = quoted_user(sink)
         raise Caution(f"Triggers of target tables, which owners can make, run as role {user}: {listed(found)}.")

@@ -10,12 +10,7 @@ from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.core.section_values import as_postgres_uri, as_text, one_of
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.section import Section
-    from airflow_cdc_provider.engine.core.table import Table
-    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-    from airflow_cdc_provider.engine.postgres.connection import Connection
-    from airflow_cdc_provider.engine.sinks.contract import Sink
 
 
 @dataclass(frozen=True)
@@ -59,20 +54,6 @@ class PostgresSettings:
     def spark_conf(self) -> Mapping[str, str]:
         """See :attr:`.SinkSettings.spark_conf`: nothing, as rows are written without the JVM."""
         return {}
-
-    def open(self, pipeline: str, part: str = "") -> Sink:
-        """See :meth:`.SinkSettings.open`."""
-        from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
-
-        return PostgresSink(self.dsn, pipeline, self.mode, part, self.types == "convert")
-
-    def check(
-        self, checks: Checks, source: Connection | None, pipeline: Pipeline, tables: Sequence[Table] | None
-    ) -> None:
-        """See :meth:`.SinkSettings.check`."""
-        from airflow_cdc_provider.engine.sinks.postgres.checks import check
-
-        check(self, checks, source, pipeline, tables)
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
         """See :meth:`.SinkSettings.dataset`."""

@@ -38,7 +38,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.culprits import Culprit, Part, culprits, tipping
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted, without
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import CORRECT, failure_of
 from airflow_cdc_provider.engine.sources.kafka.staging_task import TopicStage, by_place
@@ -93,7 +93,7 @@ class Blame:
 
     spark: SparkSession
     run: Run
-    source: TopicSource
+    source: TopicSettings
     table: Table
     position: Position
     _numbers: Iterator[int] = field(default_factory=count)

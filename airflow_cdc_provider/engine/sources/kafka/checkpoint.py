@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from airflow_cdc_provider.engine.core.errors import ConfigError, StateUnwritable, StreamFailed
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka.position import Found, Position
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
 from airflow_cdc_provider.engine.state.files import SPARKS
 from airflow_cdc_provider.engine.state.private_files import make_folder
 
@@ -32,8 +32,7 @@ class Checkpoint:
     @classmethod
     def of(cls, pipeline: Pipeline) -> Checkpoint:
         """The one of a pipeline over topics; where the file names a folder, others may have theirs beside it."""
-        assert pipeline.topics is not None
-        own = pipeline.topics.checkpoint
+        own = topic_settings(pipeline).checkpoint
         return cls(f"{own}/{pipeline.name}" if own else f"{pipeline.state.rstrip('/')}/checkpoint")
 
     def prepare(self) -> None:

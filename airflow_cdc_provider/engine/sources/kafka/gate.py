@@ -6,7 +6,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka.position import Position
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind
 
 
@@ -38,8 +38,7 @@ def lag_of(pipeline: Pipeline, record: Record | None) -> dict[str, int | None]:
         yet, as they belong to a transaction that a producer has left open, or stand behind one.
     :raises ConnectionFailed: when the cluster cannot be reached.
     """
-    assert pipeline.topics is not None
-    topics = Topics(pipeline.topics)
+    topics = Topics(topic_settings(pipeline))
     named = topics.named()
     readable, written = topics.ends(named), topics.written_ends(named)
     if record is None:

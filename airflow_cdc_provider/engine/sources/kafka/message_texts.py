@@ -10,7 +10,7 @@ from pyspark.sql.types import ArrayType, BooleanType, StringType, StructField, S
 from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.sources.kafka.avro_texts import TEXT, UNDECODED, AvroTexts
 from airflow_cdc_provider.engine.sources.kafka.column_values import Values, marked, paired
-from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import TopicSettings
 
 WHOLE, ONE = "_whole", "_one"
 """Columns: the object of a message, and whether there is nothing but that."""
@@ -22,7 +22,7 @@ _UNREADABLE = "_unreadable"
 
 def with_texts(
     raw: DataFrame,
-    source: TopicSource,
+    source: TopicSettings,
     values: Values,
     missed: Accumulator[frozenset[int]] | None = None,
     missing: frozenset[int] = frozenset(),

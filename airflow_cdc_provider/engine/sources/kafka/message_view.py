@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.sources.kafka.avro_texts import UNDECODED
 from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage
 from airflow_cdc_provider.engine.sources.kafka.column_values import Values, counts_in
 from airflow_cdc_provider.engine.sources.kafka.message_texts import NO_UTF8, ONE, WHOLE, parsed_objects, with_texts
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, only
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import UNCHANGED, Placeholder, told
 
@@ -53,7 +53,7 @@ class Truncated(BadRecord):
         super().__init__(what, "Let the pipeline come behind it by `airflow-cdc run`; then do this again.", what)
 
 
-def columns_of(source: TopicSource) -> StructType:
+def columns_of(source: TopicSettings) -> StructType:
     """The columns of the file.
 
     :raises ConfigError: when Spark does not take them for a schema, or ``source.epochs`` does not fit them.
@@ -77,7 +77,7 @@ def columns_of(source: TopicSource) -> StructType:
     return found
 
 
-def raw_stream(spark: SparkSession, source: TopicSource, starting: Offsets) -> DataFrame:
+def raw_stream(spark: SparkSession, source: TopicSettings, starting: Offsets) -> DataFrame:
     """The messages of the topics, as they come, of transactions only once they are committed.
 
     :param starting: where to begin, for all partitions, unless there is a checkpoint.
@@ -93,12 +93,12 @@ def raw_stream(spark: SparkSession, source: TopicSource, starting: Offsets) -> D
     return spark.readStream.format("kafka").options(**options).load()
 
 
-def raw_range(spark: SparkSession, source: TopicSource, start: Offsets, end: Offsets) -> DataFrame:
+def raw_range(spark: SparkSession, source: TopicSettings, start: Offsets, end: Offsets) -> DataFrame:
     """The messages between some offsets; of partitions that ``start`` does not have, from their first one on."""
     return spark.read.format("kafka").options(**_range_options(source, start, end)).load()
 
 
-def _range_options(source: TopicSource, start: Offsets, end: Offsets) -> dict[str, str]:
+def _range_options(source: TopicSettings, start: Offsets, end: Offsets) -> dict[str, str]:
     begin = {t: {p: start.get(t, {}).get(p, -2) for p in partitions} for t, partitions in end.items()}
     return {
         **source.client_options,
@@ -110,7 +110,7 @@ def _range_options(source: TopicSource, start: Offsets, end: Offsets) -> dict[st
     }
 
 
-def raw_stream_of_range(spark: SparkSession, source: TopicSource, start: Offsets, end: Offsets) -> DataFrame:
+def raw_stream_of_range(spark: SparkSession, source: TopicSettings, start: Offsets, end: Offsets) -> DataFrame:
     """As :func:`raw_range`, for a stream, which by itself has no end to be named."""
     options = _range_options(source, start, end)
     del options["endingOffsets"]
@@ -131,7 +131,7 @@ def raw_nothing(spark: SparkSession) -> DataFrame:
 
 def readable(
     raw: DataFrame,
-    source: TopicSource,
+    source: TopicSettings,
     lineage: Lineage = _ALL,
     missed: Accumulator[frozenset[int]] | None = None,
 ) -> DataFrame:
@@ -147,7 +147,7 @@ def readable(
     return _shown(decoded, source, values).filter(f.col(_TROUBLE).isNull()).drop(_TROUBLE)
 
 
-def required(raw: DataFrame, source: TopicSource, lineage: Lineage = _ALL) -> DataFrame:
+def required(raw: DataFrame, source: TopicSettings, lineage: Lineage = _ALL) -> DataFrame:
     """The view's rows; the first message that has a trouble ends the query, see :func:`bad_record`."""
     values = _values(source)
     decoded = _ended(_decoded(raw, source, values, lineage), f.col(_TROUBLE).isNotNull())
@@ -173,7 +173,7 @@ def _ended(decoded: DataFrame, bad: Column) -> DataFrame:
     return decoded.filter(ends)
 
 
-def troubled(raw: DataFrame, source: TopicSource, lineage: Lineage, missing: frozenset[int]) -> DataFrame:
+def troubled(raw: DataFrame, source: TopicSettings, lineage: Lineage, missing: frozenset[int]) -> DataFrame:
     """Messages that have a trouble, as they are to be written to another topic, with headers that say where from.
 
     :param lineage: see :func:`readable`.
@@ -183,7 +183,7 @@ def troubled(raw: DataFrame, source: TopicSource, lineage: Lineage, missing: fro
     return _buried(bad, f.col(_TROUBLE))
 
 
-def truncates(raw: DataFrame, source: TopicSource) -> DataFrame:
+def truncates(raw: DataFrame, source: TopicSettings) -> DataFrame:
     """Return where truncates stand in topics in Debezium's format: partition, offset, and what tells them apart."""
     values = _values(source)
     told_by = StructType([StructField(name, StringType()) for name in ("sequence", "lsn", "ts_us", "ts_ms")])
@@ -234,7 +234,7 @@ def bad_record(text: str) -> BadRecord | None:
 
 def _decoded(
     raw: DataFrame,
-    source: TopicSource,
+    source: TopicSettings,
     values: Values,
     lineage: Lineage,
     missed: Accumulator[frozenset[int]] | None = None,
@@ -249,7 +249,7 @@ def _decoded(
     return _debezium(texts, columns, values, Placeholder(source.unavailable), lineage)
 
 
-def _as_whole(raw: DataFrame, source: TopicSource) -> DataFrame:
+def _as_whole(raw: DataFrame, source: TopicSettings) -> DataFrame:
     """Messages whose value is the row, as it stands."""
     text = f.col("value").cast("string")
     bad = f.lit(None).cast("string")
@@ -338,11 +338,11 @@ def _lacking(columns: StructType, row: Column, away: Column) -> Column:
     return f.coalesce(*missing, f.lit(None).cast("string"))
 
 
-def _values(source: TopicSource) -> Values:
+def _values(source: TopicSettings) -> Values:
     return Values(source.lenient, dict(source.units))
 
 
-def _shown(decoded: DataFrame, source: TopicSource, values: Values) -> DataFrame:
+def _shown(decoded: DataFrame, source: TopicSettings, values: Values) -> DataFrame:
     """The columns of the view, and the trouble."""
     place: dict[str, Any] = {
         "_topic": f.col("topic"),

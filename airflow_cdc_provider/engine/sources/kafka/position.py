@@ -67,7 +67,7 @@ class Position:
         :raises ConfigError: when it is that of a pipeline over tables.
         """
         identity = record.identity
-        if "cluster" not in identity:
+        if not cls.is_in(record):
             raise ConfigError(
                 "source.type: 'kafka', but the pipeline of this name has been provisioned with a source of tables",
                 "Put the source back, or use another pipeline name for the topics.",
@@ -86,6 +86,11 @@ class Position:
             tuple(identity.get("truncates", ())),
             identity.get("truncated", {}),
         )
+
+    @staticmethod
+    def is_in(record: Record) -> bool:
+        """Return whether a record was made with topics."""
+        return "cluster" in record.identity
 
     @property
     def floors(self) -> Offsets:

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.commands.checks import (
-    changelog_names,
-    check_beside_source,
-    check_continuation,
-    preflight,
-    require_mode,
-    target_name,
-)
-from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, SinkIsSource
+from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
 from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.kafka.addresses import readable_logins
-from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
 from airflow_cdc_provider.engine.runs.commit_records import (
     commit_record_of,
     existing_record,
@@ -34,17 +24,14 @@ from airflow_cdc_provider.engine.runs.commit_records import (
     require_targets,
     sink_of,
 )
-from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger, write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, write_ledger
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
-from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
-from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
-from airflow_cdc_provider.engine.sinks.kafka.staging_topic import SUFFIX
-from airflow_cdc_provider.engine.sources.kafka.avro_texts import READ_SCHEMAS
+from airflow_cdc_provider.engine.runs.sink_checks import check_targets, require_mode, target_name
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import Position
 from airflow_cdc_provider.engine.sources.kafka.query_difference import text_difference
-from airflow_cdc_provider.engine.sources.kafka.settings import TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import fitting
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
@@ -59,29 +46,8 @@ if TYPE_CHECKING:
 # What sinks are asked beside their tables; of which :func:`check` has told.
 _WITHOUT_TABLE = (
     *("sink", "sink functions", "sink server", "sink durability", "sink loading", "codec", "commit record"),
-    *("transaction timeout", "transactions", "schema registry", "encryption"),
+    *("transaction timeout", "transactions", "schema registry", "encryption", "identity"),
 )
-
-
-def check(pipeline: Pipeline) -> list[Finding]:
-    """Check topics, sinks and state of a pipeline without Spark; changes nothing."""
-    checks, source = Checks(), _source(pipeline)
-    topics = Topics(source)
-    named = checks.run("source", topics.cluster.id, lambda id_: f"source {source.brokers} is reachable, cluster {id_}.")
-    for warning in readable_logins("source", source.properties, source.registry, source.registry_properties):
-        checks.warn("encryption", warning)
-    if named is not None:
-        checks.run("topics", topics.named, lambda found: f"Topics that are read: {len(found)}.")
-        if source.dead_letters:
-            checks.run("dead letters", lambda: _dead_letters(topics))
-        checks.run("identity", lambda: _identity(pipeline, named))
-    if source.registry:
-        checks.run("schema registry", lambda: _registry(Registry(source.registry, source.registry_properties)))
-    checks.run("checkpoint", lambda: _checkpoint(pipeline))
-    records = check_beside_source(checks, pipeline, None, None)
-    if named is not None:
-        check_continuation(checks, pipeline, None, records)
-    return checks.findings
 
 
 def check_query(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
@@ -100,10 +66,10 @@ def check_query(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
 
 def _check_table(pipeline: Pipeline, table: Table) -> list[Finding]:
     """Check whether the sinks can have a table; without what has been checked of them before there was one."""
-    checks = Checks()
+    checks, topics = Checks(driver_errors_told), Topics(topic_settings(pipeline))
+    identity = SourceIdentity(f"kafka {topics.cluster.id()}", topics.source.reads)
     for branch in pipeline.branches:
-        checks.run("names", partial(changelog_names, branch, [table]))
-        branch.sink.check(checks, None, branch, [table])
+        check_targets(checks, branch, [table], identity)
     return [
         finding if finding.error is None else replace(finding, error=fitting(finding.error))
         for finding in checks.findings
@@ -118,11 +84,6 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
         before one that refuses.
     """
     state = State(pipeline.state)
-    refuse_others(state, pipeline.name)
-    for branch in pipeline.branches:
-        if read_ledger(branch, state) is not None:
-            existing_record(branch)  # there has been one
-    require(preflight(pipeline))
     record = record_if_any(pipeline)
     refuse_second_writer(state, record.epoch if record else 0, None, takeover)
     new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
@@ -139,8 +100,8 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
     write_ledger(pipeline, state, record)
     for branch in pipeline.branches:
         own = existing_record(branch)
-        require_targets(sink_of(branch), own)
-        pass_gate(Topics(_source(pipeline)), Position.of(own))
+        require_targets(branch, sink_of(branch), own)
+        pass_gate(Topics(topic_settings(pipeline)), Position.of(own))
     return record
 
 
@@ -167,13 +128,13 @@ def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:
     from airflow_cdc_provider.engine.sources.kafka.query import shape_of
     from airflow_cdc_provider.engine.spark.session import spark_session
 
-    with spark_session(pipeline, "provision") as spark:
+    with spark_session(pipeline.spark_start, "provision") as spark:
         shape = shape_of(spark, pipeline)
     return shape.table, shape.stateful
 
 
 def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
-    source = _source(pipeline)
+    source = topic_settings(pipeline)
     topics = Topics(source)
     named = topics.named()
     offsets = topics.beginnings(named) if source.starting == "earliest" else topics.ends(named)
@@ -189,7 +150,7 @@ def _meaning(pipeline: Pipeline) -> Mapping[str, Any]:
     """What of the file decides about rows and state; the sinks may decide about the output."""
     from airflow_cdc_provider.engine.sources.kafka.query import output_of
 
-    return {**_source(pipeline).meaning, "output": output_of(pipeline)}
+    return {**topic_settings(pipeline).meaning, "output": output_of(pipeline)}
 
 
 def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) -> None:
@@ -241,7 +202,7 @@ def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
     :raises SecondWriter: when another run is alive and ``takeover`` is not set.
     """
     positions = [Position.of(existing_record(branch)) for branch in pipeline.branches]
-    ends = Topics(_source(pipeline)).written_ends()
+    ends = Topics(topic_settings(pipeline)).written_ends()
     read = max(positions, key=lambda position: position.applied).offsets
     for each in skips:
         p = str(each.partition)
@@ -262,47 +223,6 @@ def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
     return record
 
 
-def _registry(registry: Registry) -> str:
-    try:
-        registry.check()
-    except MissingPrivilege as e:
-        raise MissingPrivilege(e.message, READ_SCHEMAS) from e
-    return f"The schema registry {registry.url} answers."
-
-
-def _checkpoint(pipeline: Pipeline) -> str:
-    checkpoint = Checkpoint.of(pipeline)
-    checkpoint.require_own()
-    return f"The checkpoint {checkpoint.url} holds nothing of others."
-
-
-def _identity(pipeline: Pipeline, cluster: str) -> str:
-    """Refuse to read what the pipeline itself writes: it would never come to an end."""
-    source = _source(pipeline)
-    schema, name = source.schema_and_name
-    for sink in pipeline.sinks:
-        if not isinstance(sink, KafkaSettings) or Cluster(sink.brokers, sink.properties).id() != cluster:
-            continue
-        own = f"{PREFIX}{pipeline.name}"
-        target = sink.topic_of(pipeline.name, sink.schema.replace("{schema}", schema), name)
-        for topic in (target, own, f"{own}{SUFFIX}"):
-            if source.reads(topic):
-                raise SinkIsSource(
-                    f"source.{'pattern' if source.pattern else 'topics'} reads {topic}, which the pipeline writes",
-                    "Give the sink another topic by sink.topic, or let source.pattern leave the pipeline's own out.",
-                )
-    return "The pipeline reads no topic that it writes."
-
-
-def _dead_letters(topics: Topics) -> str:
-    name = topics.source.dead_letters
-    if not topics.described([name]):
-        raise ConfigError(
-            f"source.bad_records: {topics.source.brokers} has no topic {name}", "Create it, or name another one."
-        )
-    return f"Messages that cannot be read go to {name}."
-
-
 def remove(pipeline: Pipeline, takeover: bool) -> None:
     """Remove the state, checkpoint included, the sinks' records and what is staged; never target tables or topics.
 
@@ -316,8 +236,3 @@ def remove(pipeline: Pipeline, takeover: bool) -> None:
     records.drop()
     Checkpoint.of(pipeline).remove()
     clear(state)
-
-
-def _source(pipeline: Pipeline) -> TopicSource:
-    assert pipeline.topics is not None
-    return pipeline.topics

@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage, lineage_of
 from airflow_cdc_provider.engine.sources.kafka.message_order import nodes_of, require_order
 from airflow_cdc_provider.engine.sources.kafka.message_view import OP
-from airflow_cdc_provider.engine.sources.kafka.settings import VIEW, Output, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import VIEW, Output, TopicSettings, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import UNCHANGED
 
 # Of a plan, those that take each row by itself. What else there is may have to remember rows of before.
@@ -107,7 +107,7 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
 
 
 def result(
-    spark: SparkSession, source: TopicSource, raw: DataFrame, missed: Accumulator[frozenset[int]] | None = None
+    spark: SparkSession, source: TopicSettings, raw: DataFrame, missed: Accumulator[frozenset[int]] | None = None
 ) -> DataFrame:
     """The query over messages.
 
@@ -122,7 +122,7 @@ def result(
 
 
 @lru_cache(maxsize=4)
-def lineage_in(spark: SparkSession, source: TopicSource) -> Lineage:
+def lineage_in(spark: SparkSession, source: TopicSettings) -> Lineage:
     """Find which columns of the messages the query passes on, and with which ones it computes.
 
     Without the names of what a message leaves out it passes nothing on.
@@ -140,7 +140,7 @@ def lineage_in(spark: SparkSession, source: TopicSource) -> Lineage:
 
 def _queried(
     spark: SparkSession,
-    source: TopicSource,
+    source: TopicSettings,
     raw: DataFrame,
     lineage: Lineage = Lineage(),  # noqa: B008 - it is immutable
     missed: Accumulator[frozenset[int]] | None = None,
@@ -173,12 +173,11 @@ def keeps_last(pipeline: Pipeline, told: bool) -> bool:
     return told or bool(_source(pipeline).key)
 
 
-def _source(pipeline: Pipeline) -> TopicSource:
-    assert pipeline.topics is not None
-    return pipeline.topics
+def _source(pipeline: Pipeline) -> TopicSettings:
+    return topic_settings(pipeline)
 
 
-def _all_columns(source: TopicSource) -> str:
+def _all_columns(source: TopicSettings) -> str:
     names = message_view.columns_of(source).names + ([OP, UNCHANGED] if source.format == "debezium" else [])
     return ", ".join(map(_quoted, names))
 
@@ -253,7 +252,7 @@ def _check_names(pipeline: Pipeline, names: list[str], stateful: bool) -> None:
         )
 
 
-def _table(source: TopicSource, schema: t.StructType) -> Table:
+def _table(source: TopicSettings, schema: t.StructType) -> Table:
     columns = tuple(
         _column(field, number, source.key)
         for number, field in enumerate((field for field in schema if field.name not in (OP, UNCHANGED)), 1)

@@ -32,7 +32,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, without
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
 from airflow_cdc_provider.engine.sources.kafka.staging_task import (
@@ -81,7 +81,7 @@ class Replay:
     """
 
     spark: SparkSession
-    source: TopicSource
+    source: TopicSettings
     first: Offsets
     late: bool
     until: Callable[[], Offsets]
@@ -152,7 +152,7 @@ class Replay:
             yield from _at_last(pa.concat_tables(ran.told), target.table, keyed)
 
     def _run(
-        self, end: Offsets, source: TopicSource, skips: Collection[Skip], texts_of: Callable[[DataFrame], pa.Table]
+        self, end: Offsets, source: TopicSettings, skips: Collection[Skip], texts_of: Callable[[DataFrame], pa.Table]
     ) -> _Ran:
         ran = _Ran()
         checkpoint = Checkpoint(f"{self.checkpoint.url.rstrip('/')}-verify-{uuid.uuid4().hex}")

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section import Section, without_password
 from airflow_cdc_provider.engine.core.section_values import as_positive_integer, as_seconds, as_text, one_of
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.addresses import (
     Properties,
     as_registry,
@@ -18,6 +19,7 @@ from airflow_cdc_provider.engine.kafka.addresses import (
     require_for_java,
     secrets_of,
 )
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 PACKAGE = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0"
 """Kafka for the Spark that the engine needs, as Maven Central has it."""
@@ -57,7 +59,7 @@ _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
 @dataclass(frozen=True)
-class TopicSource:
+class TopicSettings:
     """Topics whose messages are read, and the query that makes rows of them.
 
     :param brokers: ``host:port``, several with commas.
@@ -109,7 +111,7 @@ class TopicSource:
     type: Literal["kafka"] = "kafka"
 
     @classmethod
-    def parse(cls, section: Section) -> Self:
+    def parse(cls, section: Section, pipeline: str) -> Self:
         """Take the section's keys, but for ``type``, which has been taken.
 
         :raises ConfigError: naming the key's path, the value and what would be right.
@@ -182,6 +184,21 @@ class TopicSource:
     def secrets(self) -> Sequence[str]:
         """Texts that no log may show."""
         return secrets_of((*self.properties, *self.registry_properties))
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """See :attr:`.SourceSettings.captured`: topics, or the pattern of their names."""
+        return self.topics or (self.pattern,)
+
+    @property
+    def database(self) -> str | None:
+        """See :attr:`.SourceSettings.database`: none."""
+        return None
+
+    def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
+        """See :meth:`.SourceSettings.datasets`: the topics that have been read."""
+        server = f"kafka://{self.brokers.partition(',')[0]}"
+        return [(server, topic) for topic in sorted(identity["topics"])]
 
     @property
     def schema_and_name(self) -> tuple[str, str]:
@@ -296,3 +313,16 @@ def _url(value: object) -> str:
     if "://" not in text and not text.startswith("/"):
         raise ValueError("a URL, or an absolute path")
     return (text if "://" in text else f"file://{text}").rstrip("/")
+
+
+def topic_settings(pipeline: Pipeline) -> TopicSettings:
+    """Return the source of a pipeline over topics.
+
+    :raises ConfigError: when the pipeline reads something else.
+    """
+    if not isinstance(pipeline.source, TopicSettings):
+        raise ConfigError(
+            f"pipeline {pipeline.name!r} reads from {pipeline.source.type}, and no topics",
+            "Use what asks for topics with pipelines whose source.type is kafka.",
+        )
+    return pipeline.source

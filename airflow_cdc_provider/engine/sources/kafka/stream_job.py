@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates, foremost, goes_on
 from airflow_cdc_provider.engine.sources.kafka.query import Shape, keeps_last, output_of, result, shape_of
 from airflow_cdc_provider.engine.sources.kafka.query_difference import table_difference
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of, fitting
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind, reached, with_all
@@ -53,8 +53,7 @@ def follower(
     :param unit: to be reached.
     :param catch_up: reach the ends that the topics have now.
     """
-    assert pipeline.topics is not None
-    goal = Goal.now(Topics(pipeline.topics)) if catch_up else None
+    goal = Goal.now(Topics(topic_settings(pipeline))) if catch_up else None
 
     def follow(spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]) -> StreamProgress:
         return TopicJob(spark, run, tell).follow(unit, goal)
@@ -93,8 +92,7 @@ class TopicJob:
     """
 
     def __init__(self, spark: SparkSession, run: Run, report: Callable[[StreamProgress], None]) -> None:
-        source = run.pipeline.topics
-        assert source is not None
+        source = topic_settings(run.pipeline)
         self._spark = spark
         self._run = run
         self._source = source

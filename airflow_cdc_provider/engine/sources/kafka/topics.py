@@ -8,7 +8,7 @@ from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Topics:
     :param source: what names both.
     """
 
-    source: TopicSource
+    source: TopicSettings
 
     @property
     def cluster(self) -> Cluster:

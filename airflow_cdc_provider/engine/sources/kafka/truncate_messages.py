@@ -33,7 +33,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside, emptying, stage_effect, stage_rows
 from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
 from airflow_cdc_provider.engine.sources.kafka.staging_task import SEGMENT_BITS, SEGMENTS
@@ -57,7 +57,7 @@ class Truncates:
 
     spark: SparkSession
     run: Run
-    source: TopicSource
+    source: TopicSettings
     table: Table
     position: Position
     missed: Accumulator[frozenset[int]]

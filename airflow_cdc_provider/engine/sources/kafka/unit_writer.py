@@ -27,7 +27,7 @@ from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.message_order import require_unshuffled
 from airflow_cdc_provider.engine.sources.kafka.position import Position, with_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import lineage_in
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSource
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from airflow_cdc_provider.engine.sources.kafka.truncate_messages import Truncates
@@ -221,10 +221,8 @@ class TopicUnits:
         return count
 
     @property
-    def _source(self) -> TopicSource:
-        source = self._run.pipeline.topics
-        assert source is not None
-        return source
+    def _source(self) -> TopicSettings:
+        return topic_settings(self._run.pipeline)
 
 
 def records_of(run: Run) -> list[Record]:

@@ -43,7 +43,7 @@ from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import Position
 from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, shape_of
 from airflow_cdc_provider.engine.sources.kafka.replay import Replay, reach_of
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, Output
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, Output, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.staging_task import UNSENT
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind, reached
 from airflow_cdc_provider.engine.spark.session import spark_session
@@ -60,11 +60,10 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
     :returns: also ``ranges``, the messages that were compared, see :class:`.MessageRange`; and ``begins_late``, whether
         retention has removed some that had been read.
     """
-    assert pipeline.topics is not None
-    topics = Topics(pipeline.topics)
+    topics = Topics(topic_settings(pipeline))
     tables: list[dict[str, Any]] = []
     not_compared: set[str] = set()
-    with spark_session(pipeline, "verify") as spark:
+    with spark_session(pipeline.spark_start, "verify") as spark:
         shape = shape_of(spark, pipeline)
         slowest = min((_position(branch) for branch in pipeline.branches), key=lambda p: p.applied)
         pass_gate(topics, slowest)

@@ -5,35 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.section import Section
+from airflow_cdc_provider.engine.core.section_values import as_postgres_uri, database_of
+from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.core.table_rule import TableRule
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
 
 _SLOT = re.compile(r"[a-z0-9_]{1,63}")
 
 
 @dataclass(frozen=True)
-class TableRule:
-    """One entry of ``source.tables``.
-
-    :param pattern: ``schema.table``, shell globs allowed, double quotes protect a dot or a glob character.
-    :param columns: the columns to capture, ``None`` for all.
-    :param where: an SQL condition on the rows to capture, ``None`` for all.
-    """
-
-    pattern: str
-    columns: tuple[str, ...] | None = None
-    where: str | None = None
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TableRule:
-        """Read a rule from its fields as JSON values."""
-        columns = values["columns"]
-        return cls(values["pattern"], None if columns is None else tuple(columns), values["where"])
-
-
-@dataclass(frozen=True)
-class Source:
+class PostgresSourceSettings:
     """Where changes come from; DSNs are libpq URIs with their variables and connection ids resolved.
 
     :param replication_dsn: for what takes REPLICATION, the slot and the log; ``""`` to use ``dsn`` for it.
@@ -45,6 +31,38 @@ class Source:
     publication: str
     type: Literal["postgres"] = "postgres"
     replication_dsn: str = field(default="", repr=False)
+
+    @classmethod
+    def parse(cls, section: Section, pipeline: str) -> Self:
+        """See :meth:`.SourceSettings.parse`."""
+        return cls(
+            dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres"),
+            tables=section.take("tables", as_table_rules),
+            slot=section.take("slot", as_slot_name, f"airflow_cdc_{pipeline}"),
+            publication=section.take("publication", as_publication_name, f"airflow_cdc_{pipeline}"),
+            replication_dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres", prefix="replication_"),
+        )
+
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """See :attr:`.SourceSettings.captured`: patterns of tables."""
+        return tuple(rule.pattern for rule in self.tables)
+
+    @property
+    def database(self) -> str | None:
+        """See :attr:`.SourceSettings.database`."""
+        return database_of(self.dsn)
+
+    @property
+    def spark_conf(self) -> Mapping[str, str]:
+        """See :attr:`.SourceSettings.spark_conf`: nothing, as tables are read without the JVM."""
+        return {}
+
+    def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
+        """See :meth:`.SourceSettings.datasets`: the table."""
+        from airflow_cdc_provider.engine.postgres.connection import dataset  # late, as above
+
+        return [dataset(self.dsn, table.schema, table.name)]
 
     @property
     def log_dsn(self) -> str:
@@ -99,3 +117,17 @@ def _pattern(value: object) -> str:
     if not isinstance(value, str) or "." not in value:
         raise ValueError('tables as `schema.table`, for example public.orders or "sales.*"')
     return value
+
+
+def postgres_settings(pipeline: Pipeline) -> PostgresSourceSettings:
+    """Return the source of a pipeline that copies tables of Postgres.
+
+    :raises ConfigError: when the pipeline reads something else.
+    """
+    if not isinstance(pipeline.source, PostgresSourceSettings):
+        raise ConfigError(
+            f"pipeline {pipeline.name!r} reads from {pipeline.source.type}: it has no replication slot, nor tables at"
+            " a source",
+            "Use what asks for them with pipelines whose source.type is postgres.",
+        )
+    return pipeline.source

@@ -23,10 +23,10 @@ from psycopg2.extensions import connection as Connection
 from airflow_cdc_provider.engine.changes.redefinition import has_silent_key
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, UncapturableTable, UnknownTable
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.postgres.connection import condition, rows
 from airflow_cdc_provider.engine.postgres.driver_errors import is_outage
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Catalog, Relation, one_snapshot, read_relations
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
 
 log = logging.getLogger(__name__)
 

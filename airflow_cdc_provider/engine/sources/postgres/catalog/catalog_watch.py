@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
     published_entries,
     published_oids,
 )
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
 # Every entry of the catalog that a definition is made of, and the transaction that wrote it.
 _STATE = f"""
@@ -73,13 +74,15 @@ def look(
 
     :param truncates: the transactions by which leaves were last truncated, as far as the log has told.
     """
-    found = find(connection, pipeline.source.tables)
+    found = find(connection, postgres_settings(pipeline).tables)
     # The record is read first: what is published anew meanwhile then shows as a difference, and is looked at again.
     record = existing_record(pipeline)
-    published = published_oids(connection, pipeline.source.publication)
-    entries = published_entries(connection, pipeline.source.publication, [target.table for target in targets])
+    published = published_oids(connection, postgres_settings(pipeline).publication)
+    entries = published_entries(
+        connection, postgres_settings(pipeline).publication, [target.table for target in targets]
+    )
     altered = frozenset(key for key, entry in entries.items() if entry != record.identity.get(key))
-    named = named_oids(connection, pipeline.source.publication)
+    named = named_oids(connection, postgres_settings(pipeline).publication)
     above = ancestors(connection, [target.table.oid for target in targets])
     captured = {target.table.oid: target.table.label for target in record.targets}
     roots = {oid: [captured[root] for root in among if root in captured] for oid, among in above.items()}
@@ -140,7 +143,7 @@ def _now(
         )
     now = found.tables[label]
     recorded = {leaf.oid for leaf in table.leaves}
-    publication = pipeline.source.publication
+    publication = postgres_settings(pipeline).publication
     lost = [leaf for leaf in now.leaves if leaf.oid in recorded and leaf.oid not in published]
     again = f"Run `airflow-cdc resnapshot --table '{label}'`: it publishes the table again and reads it, then go on."
     if lost:

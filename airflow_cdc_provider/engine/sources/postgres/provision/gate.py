@@ -18,7 +18,8 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import Connection, describe, scalar
 from airflow_cdc_provider.engine.postgres.slots import Identity, SlotState, flushed, is_ours, read_identity, read_slot
 from airflow_cdc_provider.engine.postgres.timeline import left_at, read_history
-from airflow_cdc_provider.engine.sources.postgres.settings import Source
+from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,18 @@ class Passage:
         return news
 
 
+def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
+    """Record how the source has moved on.
+
+    :returns: what was recorded, as values of the record's ``identity``; empty without news.
+    :raises Fenced: when another run has taken over.
+    """
+    news = passage.news(record)
+    if news:
+        sink.note_source(record.epoch, news)
+    return news
+
+
 def require_primary(connection: Connection) -> None:
     """Refuse a standby, whose log is another server's and whose slots belong to that server.
 
@@ -74,7 +87,7 @@ def require_primary(connection: Connection) -> None:
 
 
 def gate(
-    connection: Connection, source: Source, record: Record, applied_now: Callable[[], int] | None = None
+    connection: Connection, source: PostgresSourceSettings, record: Record, applied_now: Callable[[], int] | None = None
 ) -> Passage:
     """Check that the source can continue what the sink's record says.
 
@@ -112,7 +125,7 @@ def gate(
     return Passage(state, now.timeline)
 
 
-def _check_identity(record: Record, source: Source, now: Identity) -> None:
+def _check_identity(record: Record, source: PostgresSourceSettings, now: Identity) -> None:
     """Check that this is the cluster and database that the sink was filled from, and that the file names our slot."""
     recorded = record.identity
     if (now.system, now.database) != (recorded["system"], recorded["database"]):
@@ -155,7 +168,12 @@ def refuse_lost(slot: str, state: SlotState) -> None:
 
 
 def _check_slot(
-    connection: Connection, source: Source, record: Record, state: SlotState | None, applied: int, moved: str | None
+    connection: Connection,
+    source: PostgresSourceSettings,
+    record: Record,
+    state: SlotState | None,
+    applied: int,
+    moved: str | None,
 ) -> None:
     """Check that the slot still has the log from ``applied`` on."""
     if state is None:
@@ -182,7 +200,7 @@ def _check_slot(
         )
 
 
-def _check_timeline(source: Source, record: Record, timeline: int, needed: int) -> None:
+def _check_timeline(source: PostgresSourceSettings, record: Record, timeline: int, needed: int) -> None:
     """Check that everything up to ``needed`` is part of the history of the timeline that the source is on now."""
     recorded = int(record.identity["timeline"])
     switched = left_at(read_history(source.log_dsn, timeline), recorded)

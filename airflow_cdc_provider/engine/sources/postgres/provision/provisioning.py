@@ -16,10 +16,8 @@ from typing import Any
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.commands import checks
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, GateClosed
-from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -28,8 +26,8 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, connecte
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.record_copy import Ledger, read_ledger, write_ledger
-from airflow_cdc_provider.engine.runs.run import note_passage
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
+from airflow_cdc_provider.engine.runs.sink_checks import require_mode, target_name, targets_of
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import ancestors
@@ -41,11 +39,13 @@ from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
     unpublish,
 )
 from airflow_cdc_provider.engine.sources.postgres.provision import slot
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, require_primary
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, note_passage, require_primary
+from airflow_cdc_provider.engine.sources.postgres.provision.preflight import check_publication
 from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
 from airflow_cdc_provider.engine.sources.postgres.provision.removal import PROVISIONING, remove_slot
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot, slot_session
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import plan
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.state import location
 from airflow_cdc_provider.engine.state.files import State
 
@@ -58,18 +58,13 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
         before one that refuses: the next try takes them up.
     """
     state = State(pipeline.state)
-    location.refuse_others(state, pipeline.name)
-    for branch in pipeline.branches:
-        if read_ledger(branch, state) is not None:  # so that there has been a record, which must not be begun anew
-            _refuse_other_mode(branch, existing_record(branch).identity)
-    require(checks.preflight(pipeline))
-    names = pipeline.source
+    names = postgres_settings(pipeline)
     with connected(names.dsn, writes=True) as source:
         claim(source, pipeline.name, takeover)
         record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         tables = resolve(source, names.tables)
-        checks.check_publication(source, pipeline, tables, _settled(record, tables))
+        check_publication(source, pipeline, tables, _settled(record, tables))
         new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
@@ -81,7 +76,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
             present = replace(pipeline, sinks=tuple(b.sink for b in pipeline.branches if b not in new))
             for branch in present.branches:
                 own = existing_record(branch)
-                _refuse_other_mode(branch, own.identity)
+                require_mode(branch, own.identity)
                 _refuse_other_names(branch, own)
             epoch = take_epoch(present, state, takeover)
             for branch in present.branches:
@@ -108,12 +103,12 @@ def _prepare(
 ) -> None:
     """Let a sink's record begin."""
     mode = {"mode": branch.sink.mode}
-    sink_of(branch).prepare(_targets(branch, tables), chunks, {**identity, **mode}, start)
+    sink_of(branch).prepare(targets_of(branch, tables), chunks, {**identity, **mode}, start)
 
 
 def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[Table]) -> None:
     """Bring a sink's record to the tables that the file covers now."""
-    sink, names = sink_of(branch), branch.source
+    sink, names = sink_of(branch), postgres_settings(branch)
     record = existing_record(branch)
     require_epoch(record, epoch)
     passage = gate(source, names, record)
@@ -124,7 +119,7 @@ def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[T
     sink.forget(epoch, [target.table.label for target in gone])
     note_passage(sink, record, passage)
     record = existing_record(branch)
-    require_targets(sink, record)
+    require_targets(branch, sink, record)
     recorded = {target.table.label for target in record.targets}
     added = [table for table in tables if table.label not in recorded]
     if added:
@@ -135,12 +130,12 @@ def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[T
         # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
         sink.note_source(epoch, published_entries(source, names.publication, added))
         slot.barrier(source)
-        sink.add(epoch, _targets(branch, added), _plan(source, branch, added))
+        sink.add(epoch, targets_of(branch, added), _plan(source, branch, added))
 
 
 def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
     """A slot that is not in the record can be ours only if a provisioning left it that broke off before its record."""
-    name = pipeline.source.slot
+    name = postgres_settings(pipeline).slot
     found = slots.read_slot(source, name)
     if found is not None and (found.active or (state.read(PROVISIONING) or {}).get("slot") != name):
         raise GateClosed(
@@ -160,20 +155,10 @@ def _refuse_taken_slot(source: Connection, name: str) -> None:
         )
 
 
-def _refuse_other_mode(pipeline: Pipeline, identity: Mapping[str, Any]) -> None:
-    """The mode is part of what has been written; the file may change neither it nor the kind of source."""
-    if "slot" not in identity:
-        raise ConfigError(
-            "source.type: 'postgres', but the pipeline of this name has been provisioned with topics of Kafka",
-            "Put the source back, or use another pipeline name for the tables.",
-        )
-    checks.require_mode(pipeline, identity)
-
-
 def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
-    """So are the names of the targets."""
+    """The names of the targets are part of what has been written; the file may not change them."""
     for target in record.targets:
-        if (target.schema, target.name) != checks.target_name(pipeline, target.table):
+        if (target.schema, target.name) != target_name(pipeline, target.table):
             raise ConfigError(
                 f"sink.schema: {pipeline.sink.schema!r}, but {target.table.label} has been provisioned into"
                 f" {target.schema}.{target.name}",
@@ -191,7 +176,7 @@ def _new_slot(
     begun to do the same meanwhile; what is killed half-way is removed by the next try.
     """
     start = None
-    names = pipeline.source
+    names = postgres_settings(pipeline)
     ours = {"slot": names.slot, "attempt": uuid.uuid4().hex}
     state.write(PROVISIONING, ours)
     drop_own_slot(names, source)
@@ -238,10 +223,6 @@ def _settled(record: Record | None, tables: Sequence[Table]) -> Sequence[Table]:
     ]
 
 
-def _targets(pipeline: Pipeline, tables: Sequence[Table]) -> list[Target]:
-    return [Target(table, *checks.target_name(pipeline, table)) for table in tables]
-
-
 def _gone_tables(source: Connection, record: Record, tables: Sequence[Table]) -> list[Target]:
     """Recorded tables that the file no longer covers, since the source has no tables of these names any more.
 
@@ -286,7 +267,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
     """
     state = State(pipeline.state)
     location.refuse_others(state, pipeline.name)
-    with connected(pipeline.source.dsn, writes=True) as source:
+    with connected(postgres_settings(pipeline).dsn, writes=True) as source:
         claim(source, pipeline.name, takeover)
         record, ledger = record_if_any(pipeline), read_ledger(pipeline, state)
         known = record or ledger
@@ -295,22 +276,22 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
                 f"the sink has no commit record of pipeline {pipeline.name!r}, and the state {pipeline.state} does not"
                 " tell what it has made",
                 "Run `airflow-cdc provision` (or `run`). If both have been lost, empty or drop the target tables and"
-                f" drop the slot (SELECT pg_drop_replication_slot('{pipeline.source.slot}')) before that.",
+                f" drop the slot (SELECT pg_drop_replication_slot('{postgres_settings(pipeline).slot}')) before that.",
             )
         branches = [(each, sink_of(each).record(), read_ledger(each, state)) for each in pipeline.branches]
         for branch, own, vouching in branches:
             made = own or vouching
             if made is not None:
-                _refuse_other_mode(branch, made.identity)
+                require_mode(branch, made.identity)
             if own is not None:
                 _refuse_other_names(branch, own)
         require_primary(source)
-        tables = resolve(source, pipeline.source.tables)
-        if pipeline.source.slot != known.identity["slot"]:
+        tables = resolve(source, postgres_settings(pipeline).tables)
+        if postgres_settings(pipeline).slot != known.identity["slot"]:
             _refuse_foreign_slot(source, pipeline, state)
-        _refuse_taken_slot(source, pipeline.source.slot)
+        _refuse_taken_slot(source, postgres_settings(pipeline).slot)
         if not known.identity["created_publication"]:
-            checks.check_publication(source, pipeline, tables, tables)  # it stays as it is
+            check_publication(source, pipeline, tables, tables)  # it stays as it is
         present = replace(pipeline, sinks=tuple(branch.sink for branch, own, _ in branches if own is not None))
         epoch = 0
 
@@ -319,7 +300,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
                 _begin_again(
                     sink_of(branch),
                     None if own is None else own.epoch if rehearsal else epoch,
-                    _targets(branch, tables),
+                    targets_of(branch, tables),
                     vouching,
                     {**identity, "mode": branch.sink.mode},
                     start,
@@ -330,7 +311,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
         begin(known.identity, slots.flushed(source), rehearsal=True)  # while there is something to return to
         if present.sinks:
             epoch = take_epoch(present, state, takeover)
-        state.write(PROVISIONING, {"slot": pipeline.source.slot})
+        state.write(PROVISIONING, {"slot": postgres_settings(pipeline).slot})
         remove_slot(source, pipeline, record, state)
         with _new_slot(source, pipeline, state, tables) as (identity, start):
             created = identity["created_publication"] or known.identity["created_publication"]

@@ -22,14 +22,14 @@ from airflow_cdc_provider.engine.postgres.privileges import (
 )
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import slot_session
-from airflow_cdc_provider.engine.sources.postgres.settings import Source
+from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings
 
 MINIMUM_VERSION = 140000
 # Shorter timeouts end the stream at every pause of the network; status goes out every third of it.
 SANE_SENDER_TIMEOUT_SECONDS = 5
 
 
-def check_server(server: Source) -> list[Finding]:
+def check_server(server: PostgresSourceSettings) -> list[Finding]:
     """Check a source server; changes nothing.
 
     :param server: its slot and publication are looked at where they are named (not ``""``); its tables are not.
@@ -47,7 +47,7 @@ def check_server(server: Source) -> list[Finding]:
     return checks.findings
 
 
-def check_settings(checks: Checks, source: Connection, server: Source) -> bool:
+def check_settings(checks: Checks, source: Connection, server: PostgresSourceSettings) -> bool:
     """Run the checks of version, settings and role; whether the server's version allows for more."""
     if checks.run("version", partial(_version, source)) is None:
         return False
@@ -63,13 +63,13 @@ def _version(source: Connection) -> str:
     return f"The source is Postgres {version}."
 
 
-def _primary(source: Connection, server: Source) -> str:
+def _primary(source: Connection, server: PostgresSourceSettings) -> str:
     if scalar(source, "SELECT pg_catalog.pg_is_in_recovery()"):
         raise ServerNotReady("the source is a standby", "Give source.dsn the primary's address.")
     return "The source is a primary."
 
 
-def _wal_level(source: Connection, server: Source) -> str:
+def _wal_level(source: Connection, server: PostgresSourceSettings) -> str:
     level = scalar(source, "SELECT pg_catalog.current_setting('wal_level')")
     if level != "logical":
         raise ServerNotReady(
@@ -80,7 +80,7 @@ def _wal_level(source: Connection, server: Source) -> str:
     return "wal_level is logical."
 
 
-def _slot(source: Connection, server: Source) -> str:
+def _slot(source: Connection, server: PostgresSourceSettings) -> str:
     slot = server.slot
     found = rows(
         source,
@@ -106,7 +106,7 @@ def _slot(source: Connection, server: Source) -> str:
     return f"Slot {slot!r} exists." if found else f"A replication slot is free ({used} of {limit} are in use)."
 
 
-def _sender(source: Connection, server: Source) -> str:
+def _sender(source: Connection, server: PostgresSourceSettings) -> str:
     used, limit, is_ours = row(
         source,
         "SELECT (SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_replication),"
@@ -122,7 +122,7 @@ def _sender(source: Connection, server: Source) -> str:
     return f"{used} of {limit} WAL senders are in use."
 
 
-def _replication(source: Connection, server: Source) -> str:
+def _replication(source: Connection, server: PostgresSourceSettings) -> str:
     with slot_session(server, source) as session:
         place = f"SELECT {QUERY}"
         if session is not source and row(session, place) != row(source, place):
@@ -134,7 +134,7 @@ def _replication(source: Connection, server: Source) -> str:
         return may_replicate(session, server.log_dsn)
 
 
-def _functions(source: Connection, server: Source) -> str:
+def _functions(source: Connection, server: PostgresSourceSettings) -> str:
     if not server.replication_dsn:
         return may_execute(source, SOURCE_FUNCTIONS + SLOT_FUNCTIONS)
     with slot_session(server, source) as session:
@@ -142,7 +142,7 @@ def _functions(source: Connection, server: Source) -> str:
     return may_execute(source, SOURCE_FUNCTIONS)
 
 
-def _retention(source: Connection, server: Source) -> str:
+def _retention(source: Connection, server: PostgresSourceSettings) -> str:
     limit = scalar(source, "SELECT pg_catalog.current_setting('max_slot_wal_keep_size')")
     if limit == "-1":
         raise Caution(
@@ -152,7 +152,7 @@ def _retention(source: Connection, server: Source) -> str:
     return f"A slot keeps at most {limit} of WAL; a pipeline that falls further behind has to read all tables again."
 
 
-def _sender_timeout(source: Connection, server: Source) -> str:
+def _sender_timeout(source: Connection, server: PostgresSourceSettings) -> str:
     shown, seconds = row(
         source,
         "SELECT pg_catalog.current_setting('wal_sender_timeout'),"
@@ -165,7 +165,7 @@ def _sender_timeout(source: Connection, server: Source) -> str:
     return f"wal_sender_timeout is {shown}."
 
 
-def _encoding(source: Connection, server: Source) -> str:
+def _encoding(source: Connection, server: PostgresSourceSettings) -> str:
     encoding = scalar(source, "SELECT pg_catalog.getdatabaseencoding()")
     if encoding in ("SQL_ASCII", "MULE_INTERNAL"):
         raise ServerNotReady(
@@ -175,7 +175,7 @@ def _encoding(source: Connection, server: Source) -> str:
     return f"The source database has encoding {encoding}."
 
 
-def _slot_timeout(source: Connection, server: Source) -> str:
+def _slot_timeout(source: Connection, server: PostgresSourceSettings) -> str:
     shown = scalar(source, "SELECT pg_catalog.current_setting('idle_replication_slot_timeout', true)")
     if shown not in (None, "0"):
         raise Caution(
@@ -185,7 +185,7 @@ def _slot_timeout(source: Connection, server: Source) -> str:
     return "An idle slot is kept."
 
 
-def _standbys(source: Connection, server: Source) -> str:
+def _standbys(source: Connection, server: PostgresSourceSettings) -> str:
     names, may_look, synchronous = row(
         source,
         "SELECT pg_catalog.current_setting('synchronous_standby_names'),"
@@ -249,7 +249,7 @@ def may_create_publication(source: Connection, name: str) -> str:
     return f"Publication {name!r} can be created."
 
 
-_CHECKS: dict[str, Callable[[Connection, Source], str]] = {
+_CHECKS: dict[str, Callable[[Connection, PostgresSourceSettings], str]] = {
     "primary": _primary,
     "wal_level": _wal_level,
     "slot": _slot,

@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import drop_publication
 from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.location import clear, refuse_others
 
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
-    """Remove slot, publication, state, sink record and staging; of a pipeline over topics what there is of these.
+    """Remove slot, publication, state, sink record and staging.
 
     :param source_gone: go on if the source cannot be reached.
     :returns: the statements that would remove what may be left on the source.
@@ -39,17 +40,12 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
     :raises ConnectionFailed: when a server cannot be reached.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     """
-    if pipeline.topics is not None:
-        from airflow_cdc_provider.engine.sources.kafka import provisioning
-
-        provisioning.remove(pipeline, takeover)
-        return []
     state, records = State(pipeline.state), commit_record_of(pipeline)
     refuse_others(state, pipeline.name)
     with ExitStack() as stack:
         source = None
         try:
-            source = stack.enter_context(connected(pipeline.source.dsn, writes=True))
+            source = stack.enter_context(connected(postgres_settings(pipeline).dsn, writes=True))
         except ConnectionFailed as e:
             if not source_gone:
                 raise type(e)(
@@ -73,7 +69,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
         _log.warning(
             "%s cannot be reached, so what pipeline %s has made there stays. If that server still runs, or comes back,"
             " the slot keeps its log UNTIL ITS DISK IS FULL. Then run there: %s",
-            describe(pipeline.source.dsn),
+            describe(postgres_settings(pipeline).dsn),
             pipeline.name,
             " ".join(f"{statement};" for statement in left),
         )
@@ -87,7 +83,7 @@ def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, s
     """
     slot, publication = _made(pipeline, record, state)
     if slot is not None:
-        drop_own_slot(pipeline.source, source, slot)
+        drop_own_slot(postgres_settings(pipeline), source, slot)
     if publication is not None:
         drop_publication(source, publication)
 
@@ -105,7 +101,7 @@ def _made(pipeline: Pipeline, record: Record | None, state: State) -> tuple[str 
     left = known.identity if known is not None else state.read_as(PROVISIONING, _as_provisioning)
     slot = left["slot"] if left is not None else None
     ours = known is not None and known.identity["created_publication"]
-    return slot, pipeline.source.publication if ours else None
+    return slot, postgres_settings(pipeline).publication if ours else None
 
 
 def _as_provisioning(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.postgres.slots import reader_name
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot
-from airflow_cdc_provider.engine.sources.postgres.settings import Source
+from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings
 
 
 @contextmanager
-def slot_session(names: Source, source: Connection) -> Iterator[Connection]:
+def slot_session(names: PostgresSourceSettings, source: Connection) -> Iterator[Connection]:
     """A session in which slots can be made, moved and dropped, and walsenders of the pipeline be ended.
 
     :param source: one of the role that reads; it is taken where the file names no other role.
@@ -28,7 +28,7 @@ def slot_session(names: Source, source: Connection) -> Iterator[Connection]:
         yield session
 
 
-def reader_of(names: Source, slot: str | None = None) -> str:
+def reader_of(names: PostgresSourceSettings, slot: str | None = None) -> str:
     """The ``application_name`` of a pipeline's own reader of a slot.
 
     :param slot: the file's by default.
@@ -36,7 +36,7 @@ def reader_of(names: Source, slot: str | None = None) -> str:
     return reader_name(names.log_dsn, slot or names.slot)
 
 
-def drop_own_slot(names: Source, source: Connection, slot: str | None = None) -> None:
+def drop_own_slot(names: PostgresSourceSettings, source: Connection, slot: str | None = None) -> None:
     """Remove a slot, see :func:`.drop_slot`.
 
     :param source: as of :func:`slot_session`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import (
@@ -21,12 +21,13 @@ from airflow_cdc_provider.engine.core.errors import (
     ValueRefused,
 )
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure, is_outage
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import read_again
-from airflow_cdc_provider.engine.sources.postgres.settings import TableRule
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.requests import (
     OUTCOMES,
@@ -48,7 +49,7 @@ def request(pipeline: Pipeline, tables: list[str], where: str | None, name: str 
     :returns: the name of the request.
     """
     name = name or new_name()
-    rules = [asdict(rule) for rule in pipeline.source.tables]
+    rules = [asdict(rule) for rule in postgres_settings(pipeline).tables]
     State(pipeline.state).write(request_file(REQUESTS, name), {"tables": tables, "where": where, "rules": rules})
     failpoint("after-request")
     return name
@@ -85,7 +86,8 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
             continue
         if wanted is None:  # withdrawn
             continue
-        run.capture(tuple(map(TableRule.from_dict, wanted["rules"])))
+        rules = tuple(map(TableRule.from_dict, wanted["rules"]))
+        run.read_from(replace(postgres_settings(run.pipeline), tables=rules))
         rows, error, blocked = dict(wanted.get("rows", {})), wanted.get("error"), []
         have: dict[str, list[int]] = {label: list(sinks) for label, sinks in wanted.get("have", {}).items()}
         for label in wanted["tables"]:

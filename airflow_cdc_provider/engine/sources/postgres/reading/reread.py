@@ -23,7 +23,6 @@ import psycopg2
 import pyarrow as pa
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.commands.checks import changelog_names, target_name
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     GateClosed,
@@ -44,11 +43,13 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record, sin
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import require_epoch
+from airflow_cdc_provider.engine.runs.sink_checks import changelog_names, target_name
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import find
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import entry_key, publish_anew
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import keys_condition
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers, require_visible
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read, plan_read, write_rows
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> 
     :raises GateClosed: when the table has not been read yet.
     """
     if where is None:
-        with connected(pipeline.source.dsn) as source:
+        with connected(postgres_settings(pipeline).dsn) as source:
             _defined(source, pipeline, label)
         return
     target = target_of(record, label)
@@ -78,7 +79,7 @@ def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> 
     if not target.table.key:
         raise ConfigError(f"{label} has no key by which rows could be read again", "Leave --where out.")
     with _judged(label, where):
-        with connected(pipeline.source.dsn) as source:
+        with connected(postgres_settings(pipeline).dsn) as source:
             rows(source, sql.SQL("EXPLAIN ") + _matching_query(target.table, where))
         sink_of(pipeline).check_condition(target, where)
 
@@ -152,12 +153,14 @@ def read_again(run: Run, label: str, barriers: Barriers, where: str | None = Non
     record = existing_record(run.pipeline)
     target = target_of(record, label)
     with barriers.reading(label):
-        with connected(run.pipeline.source.dsn) as source:
+        with connected(postgres_settings(run.pipeline).dsn) as source:
             barriers.put_up(source, label)
             with _judged(label, where):
                 keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
             query = _keys_query(target.table, keys)
-            read = plan_read(source, run.pipeline.source.dsn, target.table, Origin.of(record.identity), query)
+            read = plan_read(
+                source, postgres_settings(run.pipeline).dsn, target.table, Origin.of(record.identity), query
+            )
         return write_rows(read, partial(_replace, run, target, keys, target), CONTROL_LOCK_SECONDS)
 
 
@@ -182,7 +185,7 @@ def adopt(run: Run, label: str, barriers: Barriers) -> int:
     """
     with barriers.reading(label):
         if barriers.pending(label):
-            with connected(run.pipeline.source.dsn) as source:
+            with connected(postgres_settings(run.pipeline).dsn) as source:
                 barriers.look(source, label)  # before all that it would cost to get there
         return _adopt(run, label, barriers)
 
@@ -194,19 +197,19 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
         record = existing_record(pipeline)
         require_epoch(record, run.epoch)
         before = next((target for target in record.targets if target.table.label == label), None)
-        with connected(pipeline.source.dsn, writes=True) as source:
+        with connected(postgres_settings(pipeline).dsn, writes=True) as source:
             table = _defined(source, pipeline, label)
             changelog_names(pipeline, [table])
             with run.sink.fenced(run.epoch), naming_holders():  # an overtaken run leaves the publication alone
                 was = before.table if before else None
-                published = publish_anew(source, pipeline.source.publication, was, table, record.identity)
+                published = publish_anew(source, postgres_settings(pipeline).publication, was, table, record.identity)
             # Those of leaves that the record does not have yet, so that none it has is without. If the others have
             # changed, nothing goes on until the table has been read.
             known = {entry_key(leaf) for leaf in before.table.leaves} if before is not None else set[str]()
             _note(run, record, {key: entry for key, entry in published.items() if key not in known})
             barriers.put_up(source, label, published)
             origin = Origin.of(record.identity)
-            read = plan_chunk_read(source, pipeline.source.dsn, table, None, origin)
+            read = plan_chunk_read(source, postgres_settings(pipeline).dsn, table, None, origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
         replace = partial(_replace, run, Target(table, *place), None, before)
         try:
@@ -225,7 +228,7 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
 
 def _defined(connection: Connection, pipeline: Pipeline, label: str) -> Table:
     """A table as the catalog defines it now, by the rules of the file."""
-    found = find(connection, pipeline.source.tables)
+    found = find(connection, postgres_settings(pipeline).tables)
     if label in found.errors:
         raise found.errors[label]
     if label not in found.tables:
@@ -255,12 +258,12 @@ def read_keys_again(
     :returns: tables that have to be read whole instead, as they are defined otherwise than recorded.
     :raises OlderTransactions: as long as they are not visible.
     """
-    with connected(run.pipeline.source.dsn) as source:
+    with connected(postgres_settings(run.pipeline).dsn) as source:
         require_visible(source, ", ".join(sorted(keys)), xids)
         reads = {
             label: plan_read(
                 source,
-                run.pipeline.source.dsn,
+                postgres_settings(run.pipeline).dsn,
                 target_of(record, label).table,
                 Origin.of(record.identity),
                 _keys_query(target_of(record, label).table, members),

@@ -11,7 +11,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,12 +20,13 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.changes.schema_change import Refuse, decide
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.chunk_ranges import Place, Range, ranges
+from airflow_cdc_provider.engine.core.chunk_ranges import Place
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.core.record import Record, Target, target_of
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import look
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import (
@@ -38,62 +38,9 @@ from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import (
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
 _POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class SnapshotProgress:
-    """How far a snapshot is.
-
-    :param chunks: how many the job has to copy.
-    :param finished: those that are copied, by table and index.
-    :param rows: rows written.
-    :param seconds: since the job began.
-    :param running: the chunks that are being read, as many as ``snapshot.parallelism`` at most, and those that wait
-        for their commit.
-    """
-
-    chunks: int
-    finished: frozenset[Place] = frozenset()
-    rows: int = 0
-    seconds: float = 0.0
-    running: frozenset[Place] = frozenset()
-
-    def plus(self, further: SnapshotProgress) -> SnapshotProgress:
-        """The progress after a further attempt at what this one has left unfinished."""
-        return SnapshotProgress(
-            self.chunks,
-            self.finished | further.finished,
-            self.rows + further.rows,
-            self.seconds + further.seconds,
-            further.running,
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """The progress as JSON values; ``eta_seconds`` is ``None`` before a chunk is finished."""
-        finished = len(self.finished)
-        return {
-            "chunks": self.chunks,
-            "finished": finished,
-            "rows": self.rows,
-            "seconds": self.seconds,
-            "rows_per_second": round(self.rows / self.seconds) if self.seconds else 0,
-            "eta_seconds": round(self.seconds / finished * (self.chunks - finished)) if finished else None,
-            "finished_chunks": ranges(self.finished),
-            "running_chunks": ranges(self.running),
-        }
-
-
-def choose_chunks(record: Record, within: Sequence[Range] | None = None) -> tuple[Chunk, ...]:
-    """The unfinished chunks within some ranges; of all tables by default."""
-    unfinished = (c.chunk for c in record.chunks if c.keys is None and c.watermark is None)
-    if within is None:
-        return tuple(unfinished)
-    wanted: dict[str, list[tuple[int, int]]] = {}
-    for table, first, last in within:
-        wanted.setdefault(table, []).append((first, last))
-    return tuple(c for c in unfinished if any(first <= c.index <= last for first, last in wanted.get(c.table, ())))
 
 
 def copy_chunks(
@@ -107,7 +54,7 @@ def copy_chunks(
     """
     pipeline = run.pipeline
     tasks: list[tuple[Run, ChunkTask]] = []
-    with connected(pipeline.source.dsn) as source:
+    with connected(postgres_settings(pipeline).dsn) as source:
         for branch in run.branches:
             own = record if branch is run else existing_record(branch.pipeline)
             targets = {target.table.label: target for target in own.targets}
@@ -115,7 +62,7 @@ def copy_chunks(
             for chunk in filter(unfinished.__contains__, chunks):
                 target = targets[chunk.table]
                 origin = Origin.of(own.identity)
-                read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, origin)
+                read = plan_chunk_read(source, postgres_settings(pipeline).dsn, target.table, chunk, origin)
                 tasks.append((branch, ChunkTask(branch.sink, run.epoch, target, chunk, read)))
     started = looked = time.monotonic()
     left = Counter(task.place for _, task in tasks)
@@ -196,7 +143,7 @@ def readopt(run: Run, target: Target) -> int:
     recorded = target_of(existing_record(run.pipeline), label)
     if recorded.table.to_dict() != target.table.to_dict():
         return 0
-    with connected(run.pipeline.source.dsn) as source:
+    with connected(postgres_settings(run.pipeline).dsn) as source:
         verdict = decide(recorded.table, look(source, run.pipeline, [recorded])[label])
     if isinstance(verdict, Refuse):
         raise CannotFollow(verdict.message, verdict.solution)

@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate
 from airflow_cdc_provider.engine.sources.postgres.reading.requested_reads import take_requests
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
 
@@ -75,7 +76,9 @@ class Fanout:
 
     def gate(self, source: Connection) -> Passage:
         """Look whether the source can continue what each sink has, see :func:`.gate.gate`."""
-        passages = [gate(source, self._run.pipeline.source, units.record, units.now) for units in self._units]
+        passages = [
+            gate(source, postgres_settings(self._run.pipeline), units.record, units.now) for units in self._units
+        ]
         return passages[0]
 
     def note(self, passage: Passage) -> None:

@@ -30,6 +30,7 @@ from airflow_cdc_provider.engine.runs.foreach_batch import Batches
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import Fanout
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc
@@ -85,7 +86,7 @@ class StreamJob:
                 finally:
                     self._units.halt()
         except DRIVER_ERRORS as e:
-            raise driver_failure(e, describe(self._pipeline.source.dsn)) from e
+            raise driver_failure(e, describe(postgres_settings(self._pipeline).dsn)) from e
         finally:
             # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
             with contextlib.suppress(CdcError, *DRIVER_ERRORS):
@@ -98,7 +99,7 @@ class StreamJob:
     def _watch(self, query: StreamingQuery, target: int | None) -> None:
         """Do what goes on beside the batches, until the target is applied and acknowledged."""
         beat = time.monotonic()
-        with connected(self._pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+        with connected(postgres_settings(self._pipeline).dsn, settings={"synchronous_commit": "local"}) as source:
             self._gate(source)  # the address may lead to another server than it did to the gate at the start
             self._look(source)
             while not self._run.stopping and not self._units.done(target):
@@ -139,9 +140,9 @@ class StreamJob:
     def _source_options(self) -> SourceOptions:
         pipeline = self._pipeline
         return SourceOptions(
-            pipeline.source.log_dsn,
-            pipeline.source.slot,
-            pipeline.source.publication,
+            postgres_settings(pipeline).log_dsn,
+            postgres_settings(pipeline).slot,
+            postgres_settings(pipeline).publication,
             self._origin,
             self._units.applied,
             pipeline.stream.max_batch_bytes,
@@ -197,7 +198,7 @@ class StreamJob:
         :raises StreamFailed: when this is another server than the log is read from: a passage here says nothing of that
             one, and its timeline in the record would vouch for what has been applied of another.
         """
-        self._origin.require(row(source, f"SELECT {QUERY}"), self._pipeline.source.dsn)
+        self._origin.require(row(source, f"SELECT {QUERY}"), postgres_settings(self._pipeline).dsn)
         passage = self._units.gate(source)
         self._seen, self._passage = self._passage, passage
         self._run.lag.see(passage.slot)
@@ -205,7 +206,7 @@ class StreamJob:
 
     def _await_acknowledgement(self, source: Connection, query: StreamingQuery) -> None:
         """Leave the slot at what is applied: Spark tells the source so when it next asks for an offset."""
-        applied, slot = self._units.applied, self._pipeline.source.slot
+        applied, slot = self._units.applied, postgres_settings(self._pipeline).slot
         if applied == self._began:
             return
 

@@ -24,7 +24,6 @@ from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine.changes.redefinition import has_other_keys, has_silent_identity
 from airflow_cdc_provider.engine.changes.schema_change import Adopt, Follow, Misfit, Refuse, Unchanged, Verdict, decide
-from airflow_cdc_provider.engine.commands.checks import changelog_names
 from airflow_cdc_provider.engine.core.errors import Blocked, CannotFollow, CdcError, ConfigError, StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
@@ -35,13 +34,15 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, connecte
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.runs.sink_checks import changelog_names
 from airflow_cdc_provider.engine.sinks.contract import Eager
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, RowsNeeded, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import catalog_state, drifted, look
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, note_passage
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.sources.postgres.reading.requested_reads import requested
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist, read_keys_again
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END, Stage, Unplaced, open_filters
@@ -140,7 +141,7 @@ class Units:
         :returns: what it said when it was last found changed, of the tables that were not defined as recorded.
         """
         with self._looking:
-            state = catalog_state(source, self.run.pipeline.source.publication, self.record.targets)
+            state = catalog_state(source, postgres_settings(self.run.pipeline).publication, self.record.targets)
             state += f" {self._truncates}"  # what they explain
             if state != self._catalog:
                 self._found = drifted(source, self.run.pipeline, self.record.targets, self._truncates)
@@ -149,8 +150,8 @@ class Units:
             return self._found
 
     def note(self, passage: Passage) -> None:
-        """Keep in the record what was seen of the slot, see :meth:`.Run.note`."""
-        news = self.run.note(self.record, passage)
+        """Keep in the record what was seen of the slot, see :func:`.note_passage`."""
+        news = note_passage(self.run.sink, replace(self.record, epoch=self.run.epoch), passage)
         if news:
             self.record = replace(self.record, identity={**self.record.identity, **news})
 
@@ -232,7 +233,7 @@ class Units:
             self.record.targets,
             filters,
             self.record.high,
-            self.run.pipeline.source.dsn,
+            postgres_settings(self.run.pipeline).dsn,
             since,
             before,
         )
@@ -323,11 +324,11 @@ class Units:
         self._insist(partial(self._change, target, verdict), misfit.label)
 
     def _look_at(self, target: Target) -> Table | CdcError:
-        with connected(self.run.pipeline.source.dsn) as source:
+        with connected(postgres_settings(self.run.pipeline).dsn) as source:
             return look(source, self.run.pipeline, [target])[target.table.label]
 
     def _look_anew(self) -> Mapping[str, Table | CdcError]:
-        with connected(self.run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+        with connected(postgres_settings(self.run.pipeline).dsn, settings={"synchronous_commit": "local"}) as source:
             return self.look(source)
 
     def _settle(self) -> str | None:
@@ -345,7 +346,7 @@ class Units:
         return None
 
     def _settle_now(self, drift: _Drift) -> None:
-        with connected(self.run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
+        with connected(postgres_settings(self.run.pipeline).dsn, settings={"synchronous_commit": "local"}) as source:
             if self._refused(drift.tables) is None:
                 for label in drift.tables:
                     self.barriers.look(source, label)  # before all that it would cost to get there

@@ -1,0 +1,27 @@
+"""Which tables a pipeline file names, and what of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TableRule:
+    """One entry of ``source.tables``.
+
+    :param pattern: ``schema.table``, shell globs allowed, double quotes protect a dot or a glob character.
+    :param columns: the columns to capture, ``None`` for all.
+    :param where: an SQL condition on the rows to capture, ``None`` for all.
+    """
+
+    pattern: str
+    columns: tuple[str, ...] | None = None
+    where: str | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TableRule:
+        """Read a rule from its fields as JSON values."""
+        columns = values["columns"]
+        return cls(values["pattern"], None if columns is None else tuple(columns), values["where"])

@@ -1,0 +1,52 @@
+"""Delta Lake as a kind of sinks: opened, checked, maintained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
+
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+
+
+class DeltaPlugin:
+    """See :class:`.SinkPlugin`."""
+
+    settings = DeltaSettings
+
+    def open(self, settings: DeltaSettings, pipeline: str, part: str = "") -> DeltaSink:
+        """See :meth:`.SinkPlugin.open`."""
+        from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
+        from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout
+        from airflow_cdc_provider.engine.sinks.lake.storage import Place
+
+        root = Place(settings.path)
+        layout = Layout(root, settings.catalog, settings.partition_by, settings.table_properties)
+
+        return DeltaSink(root, pipeline, settings.mode, layout, settings.spark or tuple(settings.spark_conf.items()))
+
+    def check(
+        self,
+        settings: DeltaSettings,
+        checks: Checks,
+        pipeline: str,
+        targets: Sequence[Target] | None,
+        source: SourceIdentity | None,
+    ) -> None:
+        """See :meth:`.SinkPlugin.check`."""
+        from airflow_cdc_provider.engine.sinks.delta.checks import check
+
+        check(settings, self.open(settings, pipeline), checks, targets)
+
+    def maintain(self, settings: DeltaSettings, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`.Maintained.maintain`: by ``OPTIMIZE`` and ``VACUUM``."""
+        from airflow_cdc_provider.engine.sinks.delta.maintenance import RETAINED_HOURS, maintain
+
+        hours = RETAINED_HOURS if retention is None else retention / 3600
+        return [asdict(table) for table in maintain(self.open(settings, pipeline), retained_hours=hours)]
