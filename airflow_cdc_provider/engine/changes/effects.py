@@ -30,8 +30,6 @@ from airflow_cdc_provider.engine.core.row_changes import Changes
 from airflow_cdc_provider.engine.core.table import Table
 
 AskChunks = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], NDArray[np.int64]]
-
-
 AskMembers = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], Sequence[tuple[int, int]]]
 
 

@@ -35,8 +35,6 @@ from airflow_cdc_provider.engine.changes.key_halves import Halves
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 
 _WINDOW = 1 << 31
-
-
 _MASK = (1 << 32) - 1
 
 

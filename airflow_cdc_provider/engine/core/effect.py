@@ -9,23 +9,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 COUNT = "count"
-
-
 ERASED = "erased"
-
-
 FRESH = "fresh"
-
-
 MISSING = "missing"
-
-
 OP = "op"
-
-
 UNCHANGED = "unchanged"
-
-
 OLD_KIND = "old_kind"
 
 

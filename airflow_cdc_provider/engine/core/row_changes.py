@@ -9,14 +9,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-
-
 Octets = NDArray[np.uint8]
-
-
 Flags = NDArray[np.bool_]
-
-
 Bytes = bytes | bytearray | memoryview
 """Where messages stand."""
 

@@ -18,8 +18,6 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section_values import Misspelt, as_text, connection_uri, spelled
 
 T = TypeVar("T")
-
-
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 """An environment variable in a value."""
 

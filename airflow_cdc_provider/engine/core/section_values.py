@@ -9,14 +9,8 @@ from collections.abc import Callable
 from urllib.parse import quote, urlencode, urlsplit
 
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minutes?|h|hours?)$")
-
-
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
 _SIZE = re.compile(r"^(\d+)\s*(B|KiB|MiB|GiB)?$")
-
-
 _BYTES = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 

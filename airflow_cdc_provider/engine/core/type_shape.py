@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _MODIFIER = re.compile(r"\([^()]*\)")
-
-
 Sort = Literal["base", "array", "enum", "composite", "range"]
-
-
 SORTS: Mapping[str, Sort] = {"a": "array", "e": "enum", "c": "composite", "r": "range", "m": "range"}
 
 

@@ -8,8 +8,6 @@ from airflow_cdc_provider.engine.core.table import Column
 
 # bool, "char", name, xml, cidr, inet, bpchar: built-in types whose cast to text is not their output function.
 _CAST_DIFFERS = frozenset({16, 18, 19, 142, 650, 869, 1042})
-
-
 # Types whose bare name means a length of one.
 UNMODIFIED = {"character": "bpchar", "bit": '"bit"'}
 

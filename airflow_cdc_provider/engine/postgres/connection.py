@@ -124,8 +124,6 @@ _REMEDIES = {
     "does not support SSL": "Turn on ssl at the server, or take sslmode out of the DSN.",
     "requires a valid client certificate": "Add sslcert and sslkey to the DSN.",
 }
-
-
 # A server's own refusals of a login (SQLSTATE 28P01, 28000, 3D000), and those of PgBouncer, as patterns of the message:
 # drivers give no SQLSTATE of a connection that was not made.
 _LOGIN_REMEDIES = {

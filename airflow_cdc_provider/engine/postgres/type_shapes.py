@@ -11,8 +11,6 @@ from airflow_cdc_provider.engine.postgres.connection import rows
 
 # What comes with Postgres is known by its name, but for the domains of information_schema.
 _OWN = "(t.oid >= 16384 OR t.typnamespace <> 'pg_catalog'::pg_catalog.regnamespace)"
-
-
 _SHAPES = f"""
 WITH RECURSIVE made AS (
     SELECT DISTINCT t.type FROM pg_catalog.unnest(%s::pg_catalog.oid[]) AS t (type)

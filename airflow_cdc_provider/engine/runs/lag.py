@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 _FRESH_SECONDS = 3.0  # the reader of the log says every second that it has nothing
-
-
 _LOOKS = 512
 
 

@@ -64,14 +64,8 @@ from airflow_cdc_provider.engine.state.history import History
 from airflow_cdc_provider.engine.state.location import refuse_others
 
 _log = logging.getLogger(__name__)
-
-
 _BEAT_SECONDS = 2.0
-
-
 _RELEASE_SECONDS = 5.0
-
-
 KILL_SECONDS = 4.0
 """So long a job that is to be killed may take to end its unit."""
 

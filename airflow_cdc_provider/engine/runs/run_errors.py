@@ -21,8 +21,6 @@ from airflow_cdc_provider.engine.state.heartbeat import (
 from airflow_cdc_provider.engine.state.history import History
 
 STOP_FILE = "stop.json"
-
-
 ERROR_FILE = "error.json"
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 # A JVM that has run out of memory loses any of its threads and may hang for ever; one that is killed is noticed. (The
 # flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
 END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
-
-
 ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 
 

@@ -25,15 +25,11 @@ from airflow_cdc_provider.engine.core.errors import StateDamaged, StateUnwritabl
 from airflow_cdc_provider.engine.state.private_files import make_folder, open_file
 
 T = TypeVar("T")
-
-
 SPARKS = re.compile(r"metadata|offsets|commits|sources|state|[.]metadata[.].*")
 """What Spark makes in a checkpoint; the last for sums of the file and for what it has not renamed yet."""
 
 
 _CHECKPOINTS = "checkpoint"
-
-
 _log = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, read_heartbeats
 
 REQUESTS = "requests"
-
-
 OUTCOMES = "outcomes"
 
 

@@ -10,7 +10,8 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, LoginRefused, Retry
 from airflow_cdc_provider.engine.core.findings import Finding
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, session
+from airflow_cdc_provider.engine.sinks.mysql.address import Address
+from airflow_cdc_provider.engine.sinks.mysql.session import session
 from local_servers.mariadb import MariadbServer, Programs
 from tests.conftest import SYSTEM_DATABASES, Databases
 from tests.support.mysql import MysqlPipeline, query

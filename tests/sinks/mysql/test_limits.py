@@ -12,7 +12,8 @@ from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, Unca
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.sinks.mysql import limits
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
+from airflow_cdc_provider.engine.sinks.mysql.address import Address
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table, refuse_names
 from local_servers.mariadb import MariadbServer

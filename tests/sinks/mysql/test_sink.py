@@ -36,7 +36,8 @@ from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.mysql import record
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session
+from airflow_cdc_provider.engine.sinks.mysql.address import Address
+from airflow_cdc_provider.engine.sinks.mysql.session import Session
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END

@@ -14,8 +14,9 @@ import pytest
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, UntrustedServer
 from airflow_cdc_provider.engine.sinks.mysql import transport
+from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.mysql.types import WORDS
 from local_servers.mariadb import MariadbServer
 from tests.postgres.test_tls import Authority

@@ -24,15 +24,11 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.lake.temporary_names import TEMPORARY, beside
 
 LOCAL = frozenset({"file", "local"})
-
-
 CREATING = LOCAL | {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "webhdfs"}
 """Protocols of the file systems that create a file only if it is absent, as one step."""
 
 
 _UNFINISHED_SECONDS = 3600.0
-
-
 _memory = threading.Lock()
 
 

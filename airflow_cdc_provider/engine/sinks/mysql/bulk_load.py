@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, ValueRefused
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, row_of
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
 from airflow_cdc_provider.engine.sinks.mysql.types import Kind, join_texts
 
 _LOAD_BYTES = 8 << 20

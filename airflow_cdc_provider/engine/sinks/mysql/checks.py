@@ -10,8 +10,9 @@ from functools import partial
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_triggers
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, quoted, session
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, session
 from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import columns_of, create_table
 from airflow_cdc_provider.engine.sinks.mysql.target_tables import difference, mending

@@ -15,8 +15,9 @@ from typing import Literal, TypeVar
 from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
+from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import is_pending, settle
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 
 T = TypeVar("T")
 

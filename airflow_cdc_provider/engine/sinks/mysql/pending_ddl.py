@@ -32,7 +32,9 @@ from airflow_cdc_provider.engine.core.errors import CannotFollow, TargetConflict
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, code_of, driver, may_pass, quoted, said
+from airflow_cdc_provider.engine.sinks.mysql.address import driver
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import code_of, may_pass, said
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import Mode, columns_of, comment
 
 # That a statement waited too long, or its session ended, is for another try to tell.

@@ -17,8 +17,9 @@ from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
+from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import begin_again, is_pending
-from airflow_cdc_provider.engine.sinks.mysql.session import Address, Session, session
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.mysql.target_tables import MysqlTargets
 
 # Each is created by a statement that commits by itself. "pipelines" comes last: where it is, the others are.

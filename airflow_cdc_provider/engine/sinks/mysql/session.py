@@ -13,41 +13,48 @@ from __future__ import annotations
 import math
 import re
 import secrets
-import socket
-import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, unquote, urlsplit
 
 from airflow_cdc_provider.engine.core.errors import (
     Blocked,
-    CdcError,
-    ConfigError,
     ConnectionFailed,
-    LimitExceeded,
     LoginRefused,
-    MissingPrivilege,
     ServerNotReady,
-    StreamFailed,
-    TargetConflict,
-    UntrustedServer,
-    ValueRefused,
 )
-from airflow_cdc_provider.engine.sinks.mysql import transport
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.sinks.mysql.safe_connection import WaryConnection
+from airflow_cdc_provider.engine.core.errors import (
+    CdcError,
+    LimitExceeded,
+    MissingPrivilege,
+    StreamFailed,
+    TargetConflict,
+    ValueRefused,
+)
+from airflow_cdc_provider.engine.sinks.mysql.address import Address, driver
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import (
+    CONFLICTS,
+    DENIED,
+    LOCKED,
+    LOGIN_REFUSED,
+    LOST,
+    READ_ONLY,
+    VALUES,
+    code_of,
+    said,
+)
 
 LOCK_SECONDS = 60.0
 """How long a transaction in the sink waits for a lock."""
 
+
 COMMIT_SECONDS = 30.0
 """How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
 
-CONNECT_SECONDS = 10
 
 _MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION,NO_AUTO_VALUE_ON_ZERO"
 _POSTGRES_MODE = f"{_MODE},ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
@@ -66,146 +73,6 @@ _SETTINGS: Mapping[str, str | int] = {
 _MARIADB_SETTINGS = {"max_statement_time": 0, "idle_transaction_timeout": 0, "idle_write_transaction_timeout": 0}
 _MYSQL_SETTINGS = {"max_execution_time": 0}
 _OLDEST = {True: (10, 6, 0), False: (8, 0, 17)}
-_DEFAULT_PORT = 3306
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "ssl_mode", "unix_socket"})
-
-_LOGIN_REFUSED = {1045, 1130, 1698, 1862, 3118, 4151}
-_LOCKED = {1205, 1213, 3572, 4031}
-_DENIED = {1044, 1142, 1143, 1227, 1370}
-_LOST = {0, 1053, 1040, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2013, 2014, 2055}
-_READ_ONLY = {1290, 1792, 1836, 3100}
-_NOTHING = "Nothing of the unit was applied."
-_DEFERRED = "Rows of different tables are applied one table after the other, and many transactions at once:"
-_CONFLICTS = {
-    **dict.fromkeys((1062, 1169), f"{_DEFERRED} drop the unique index beside the key, then start again."),
-    **dict.fromkeys((1451, 1452, 1216, 1217), f"{_DEFERRED} drop the foreign key, then start again."),
-    **dict.fromkeys((1442, 1644), "Mend the trigger that refuses them, or drop it, then start again."),
-    **dict.fromkeys((3819, 4025), "Drop the check (ALTER TABLE … DROP CONSTRAINT …), then start again."),
-    **dict.fromkeys((1906, 3105), "Make the generated column a plain one (ALTER TABLE … MODIFY …), then start again."),
-    **dict.fromkeys((1288, 1347, 1471), "Drop or rename the view, so that a table is created, then start again."),
-    1526: "Create a partition that takes the row (ALTER TABLE … ADD PARTITION …), then start again.",
-}
-"""By number: the refusals of what others have made of a target table, and what helps."""
-_VALUES = {
-    **dict.fromkeys(
-        (1264, 1265, 1292, 1300, 1366, 1406, 1411, 1690, 1911, 3140, 4078),
-        f"{_NOTHING} Give the column the type that `airflow-cdc` creates it with, then start again.",
-    ),
-    1048: f"{_NOTHING} Let the column take NULL (ALTER TABLE … MODIFY … NULL), then start again.",
-    1364: f"{_NOTHING} The source has no such column: give it a default, or let it take NULL, then start again.",
-}
-"""By number: the refusals of values, and what helps."""
-_ROW_TOO_LARGE = 1118
-_UNKNOWN_TABLE = {1049, 1051, 1146}
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server is and who logs in.
-
-    :param options: of the DSN's query: ``ssl_mode``, ``ssl_ca``, ``ssl_cert``, ``ssl_key`` (paths), ``unix_socket``.
-    """
-
-    host: str
-    port: int
-    user: str
-    password: str = field(repr=False)
-    options: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, dsn: str) -> Address:
-        """Read ``mysql://user:password@host:port/``.
-
-        :raises ValueError: saying what would be right, without repeating what may be a password.
-        """
-        wanted = "a URI of the form mysql://user:password@host:port/, special characters escaped (%40 for @)"
-        try:
-            parts = urlsplit(dsn)
-            port = parts.port
-            options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-        except ValueError:
-            raise ValueError(wanted) from None
-        if parts.scheme not in ("mysql", "mariadb") or parts.netloc.count("@") > 1 or port == 0:
-            raise ValueError(wanted)
-        if not parts.username or not (parts.hostname or "unix_socket" in options):
-            raise ValueError(wanted)
-        if not options.keys() <= _OPTIONS:
-            raise ValueError(f"{wanted}, with parameters of {', '.join(sorted(_OPTIONS))}")
-        transport.mode_of(options)
-        return cls(
-            unquote(parts.hostname or "localhost"),
-            port or _DEFAULT_PORT,
-            unquote(parts.username),
-            unquote(parts.password or ""),
-            options,
-        )
-
-    @property
-    def place(self) -> str:
-        """The server, without the user and the password."""
-        return f"{self.host}:{self.port}"
-
-    def connect(self) -> WaryConnection:
-        """Open a bare connection.
-
-        :raises UntrustedServer: when it would not be protected as :mod:`.transport` says.
-        """
-        driver()
-        from airflow_cdc_provider.engine.sinks.mysql.safe_connection import WaryConnection
-
-        context = transport.context(self.options)
-        connection = WaryConnection(
-            tls=context is not None,
-            host=self.host,
-            port=self.port,
-            user=self.user,
-            password=self.password,
-            charset="utf8mb4",
-            autocommit=True,
-            connect_timeout=CONNECT_SECONDS,
-            defer_connect=True,
-            unix_socket=self.options.get("unix_socket"),
-            ssl=context,
-            ssl_disabled=context is None,
-        )
-        try:
-            connection.connect(None if "unix_socket" in self.options else self._socket())
-        except driver().MySQLError as e:
-            cause = getattr(e, "original_exception", None)
-            if isinstance(cause, ssl.SSLCertVerificationError):
-                raise UntrustedServer(
-                    f"the certificate of {self.place} is not to be trusted: {cause.verify_message}",
-                    "Give `sink.dsn` the authority that has signed it (`ssl_ca`), and the host by the name that stands"
-                    " in it; `ssl_mode=verify_ca` passes over the name.",
-                ) from e
-            raise
-        return connection
-
-    def _socket(self) -> socket.socket:
-        """A socket that notices within half a minute when the server's machine, or the way to it, is gone."""
-        made = socket.create_connection((self.host, self.port), CONNECT_SECONDS)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):  # not every system has them
-                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        return made
-
-
-def driver() -> Any:
-    """The module ``pymysql``, which only this sink needs.
-
-    :raises ConfigError: when it is not installed.
-    """
-    try:
-        import pymysql
-    except ImportError as e:
-        raise ConfigError(
-            "the sink type mysql needs the package PyMySQL, which is not installed",
-            "Install it where the driver and the executors run: pip install 'airflow-cdc-provider[mysql]'.",
-        ) from e
-    return pymysql
 
 
 def quoted(*names: str) -> str:
@@ -414,7 +281,7 @@ def session(address: Address) -> Iterator[Session]:
     try:
         connection = address.connect()
     except (pymysql.MySQLError, OSError, RuntimeError) as e:
-        if code_of(e) in _LOGIN_REFUSED:
+        if code_of(e) in LOGIN_REFUSED:
             raise LoginRefused(
                 f"{address.place} refuses the login: {said(e)}",
                 "Correct user and password in `sink.dsn`, or have the server admit that user from this host (ALTER"
@@ -437,79 +304,40 @@ def session(address: Address) -> Iterator[Session]:
             connection.close()
 
 
-def said(error: BaseException) -> str:
-    """The server's words."""
-    return " ".join(str(error.args[-1] if error.args else error).split()) or type(error).__name__
-
-
-def code_of(error: BaseException) -> int:
-    """The server's number for an error; 0 when the connection is closed."""
-    return error.args[0] if error.args and isinstance(error.args[0], int) else 0
-
-
-@contextmanager
-def row_of(label: str) -> Iterator[None]:
-    """Name the source table whose rows are too large for a page of InnoDB.
-
-    :raises LimitExceeded: when the server says so.
-    """
-    try:
-        yield
-    except driver().MySQLError as e:
-        if code_of(e) != _ROW_TOO_LARGE:
-            raise
-        raise LimitExceeded(
-            f"a row of {label} is larger than InnoDB takes: {said(e)}",
-            "Nothing of the unit was applied, and trying again does not help. A row has up to 41 bytes of every text in"
-            " a page of 16 kB, of which it may take half: leave columns out by `columns` in the pipeline file, then run"
-            " `airflow-cdc resnapshot --all`.",
-        ) from e
-
-
-def may_pass(error: BaseException) -> bool:
-    """Whether the same statement may do what it has to at another time, or with another privilege."""
-    return code_of(error) in _LOCKED | _LOST | _READ_ONLY | _DENIED
-
-
-def is_unknown_table(error: BaseException) -> bool:
-    """Whether an error says that there is no such table, or database."""
-    return code_of(error) in _UNKNOWN_TABLE
-
-
 def failure(error: BaseException, place: str, held: Session | None = None) -> CdcError:
     """An engine error for an error of the driver.
 
     :param held: the session in which it happened, if it lives.
     """
     code, words = code_of(error), said(error)
-    if code in _LOCKED:
+    if code in LOCKED:
         return Blocked(
             f"a lock on {place} was not to be had: {words}{_holders(held)}",
             "End these transactions, or wait for them; then start again.",
         )
-    if code in _READ_ONLY:
+    if code in READ_ONLY:
         return ConnectionFailed(
             f"the sink {place} takes no writes: {words}", "Point `sink.dsn` at the primary, or let it take writes."
         )
-    if code in _DENIED:
+    if code in DENIED:
         return MissingPrivilege(
             f"the sink {place} refuses: {words}", "Grant the user what `docs/sinks/mysql.md` lists."
         )
-    if code in _CONFLICTS:
+    if code in CONFLICTS:
         return TargetConflict(
             f"a target table on {place} refuses a change of the source: {words}",
-            _CONFLICTS[code],
+            CONFLICTS[code],
             f"a target table on {place} refuses a change of the source (error {code})",
         )
-    if code in _VALUES:
+    if code in VALUES:
         return ValueRefused(
             f"a target table on {place} cannot hold a value: {words}",
-            _VALUES[code],
+            VALUES[code],
             f"a target table on {place} cannot hold a value (error {code})",
         )
     if code == 1153:
         return LimitExceeded(f"a row is larger than {place} takes: {words}", LimitExceeded.remedy)
-    if code in _LOST:
+    if code in LOST:
         return StreamFailed(f"the session on {place} has ended: {words}", "Start again: what has been committed stays.")
     return StreamFailed(
         f"{place}: {words} ({code})",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def as_mysql_uri(value: object) -> str:
     """Check a MySQL URI without ever repeating it in a message: it may hold a password."""
-    from airflow_cdc_provider.engine.sinks.mysql.session import Address
+    from airflow_cdc_provider.engine.sinks.mysql.address import Address
 
     text = as_text(value)
     Address.parse(text)
@@ -43,14 +43,14 @@ class MysqlSettings:
     @property
     def place(self) -> str:
         """See :attr:`.SinkSettings.place`."""
-        from airflow_cdc_provider.engine.sinks.mysql.session import Address
+        from airflow_cdc_provider.engine.sinks.mysql.address import Address
 
         return Address.parse(self.dsn).place
 
     @property
     def secrets(self) -> Sequence[str]:
         """See :attr:`.SinkSettings.secrets`."""
-        from airflow_cdc_provider.engine.sinks.mysql.session import Address
+        from airflow_cdc_provider.engine.sinks.mysql.address import Address
 
         password = Address.parse(self.dsn).password
         return (password,) if password else ()

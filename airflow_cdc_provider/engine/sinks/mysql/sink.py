@@ -27,8 +27,10 @@ from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.sinks.mysql.address import driver
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, settle
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, driver, quoted, row_of
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import FIRST_READ, TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits

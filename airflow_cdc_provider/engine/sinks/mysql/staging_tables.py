@@ -18,7 +18,8 @@ from airflow_cdc_provider.engine.comparison.side import Key
 from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader, constant
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted, row_of
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import CHANGELOG_COLUMNS, Mode
 from airflow_cdc_provider.engine.sinks.mysql.types import (
     COUNTER,

@@ -10,7 +10,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError, ForeignTable, Gate
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.sinks.mysql import session as sessions
+from airflow_cdc_provider.engine.sinks.mysql import address, session_errors
 from airflow_cdc_provider.engine.sinks.mysql.fence import MysqlFence
 from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_obstacle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
@@ -39,12 +39,12 @@ class MysqlTargets(MysqlFence):
                 opened.require_database(target.schema)
                 name = quoted(target.schema, target.name)
                 opened.run(f"DROP TABLE IF EXISTS {name}")  # one of ours, and empty: see _lacks
-                with sessions.row_of(target.table.label):
+                with session_errors.row_of(target.table.label):
                     opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
                 made.append(name)
             yield
-        except (CdcError, sessions.driver().MySQLError):
-            with suppress(sessions.driver().MySQLError):
+        except (CdcError, address.driver().MySQLError):
+            with suppress(address.driver().MySQLError):
                 opened.rollback()
                 for name in made:
                     opened.run(f"DROP TABLE IF EXISTS {name}")

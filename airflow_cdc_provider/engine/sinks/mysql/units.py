@@ -12,7 +12,8 @@ from airflow_cdc_provider.engine.core.errors import Fenced, GateClosed, StagingL
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
-from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, row_of
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, StagedPiece
 

@@ -46,12 +46,8 @@ from airflow_cdc_provider.engine.postgres.connection import (
 from airflow_cdc_provider.engine.postgres.lock_holders import HOLDERS
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import is_of_another, of_sink, refusal_of
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
-from airflow_cdc_provider.engine.sinks.postgres.target_tables import (
-    adopt_target,
-    prepare_target,
-    record_target,
-    redefine,
-)
+from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
+from airflow_cdc_provider.engine.sinks.postgres.target_tables import adopt_target, prepare_target, record_target
 
 _RECORD_TABLES = """
 CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (

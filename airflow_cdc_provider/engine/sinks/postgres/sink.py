@@ -39,8 +39,10 @@ from airflow_cdc_provider.engine.sinks.postgres.large_pieces import read_deposit
 from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import refusals
 from airflow_cdc_provider.engine.sinks.postgres.shared_staging import gather
-from airflow_cdc_provider.engine.sinks.postgres.staging_tables import FIRST_READ, TableStatements, rows_to_stage
-from airflow_cdc_provider.engine.sinks.postgres.target_tables import prepare_target, redefine
+from airflow_cdc_provider.engine.sinks.postgres.staged_rows import FIRST_READ, rows_to_stage
+from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
+from airflow_cdc_provider.engine.sinks.postgres.target_tables import prepare_target
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, MissingValues, Share, Staged, StagedPiece
 
 T = TypeVar("T")

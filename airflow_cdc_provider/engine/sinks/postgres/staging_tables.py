@@ -11,40 +11,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 
-import numpy as np
 import psycopg2
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.core.effect import COUNT, ERASED, FRESH, MISSING, OLD_KIND, OP, UNCHANGED, Effect
+from airflow_cdc_provider.engine.core.effect import COUNT, ERASED, FRESH, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.errors import TargetConflict
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, rows
+from airflow_cdc_provider.engine.sinks.postgres.column_types import domain_bases
 from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
-from airflow_cdc_provider.engine.sinks.postgres.packed_rows import NEW, OLD, pack, unpacked
+from airflow_cdc_provider.engine.sinks.postgres.packed_rows import NEW, OLD, unpacked
 from airflow_cdc_provider.engine.sinks.postgres.shared_staging import rows_of
-from airflow_cdc_provider.engine.sinks.postgres.target_tables import domain_bases
+from airflow_cdc_provider.engine.sinks.postgres.staged_rows import FIRST_READ
 from airflow_cdc_provider.engine.sinks.staged import Staged
-
-FIRST_READ = -1_000_000
-"""``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
-rows read again at the same LSN."""
-_MANY = 1000  # of fewer rows one statement more costs more than it saves
-
-
-def rows_to_stage(effect: Effect) -> pa.Table:
-    """The rows of an effect as they are staged.
-
-    :returns: without ``erased`` where no row is; with ``fresh`` (bool) where it pays to insert many without a look;
-        packed where they have too many columns, see :mod:`.packed_rows`.
-    """
-    rows = effect.rows
-    if ERASED in rows.column_names and not pc.any(rows[ERASED]).as_py():
-        rows = rows.drop_columns(ERASED)
-    if effect.fresh is not None and np.count_nonzero(effect.fresh) >= _MANY:
-        rows = rows.append_column(FRESH, pa.array(effect.fresh))
-    return pack(rows)
 
 
 class TableStatements:

@@ -7,23 +7,17 @@ dropped is left as it is, and gets no values any more.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
-import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.changes.redefinition import Redefinition, redefinition
-from airflow_cdc_provider.engine.core.errors import CannotFollow, ForeignTable, MissingPrivilege
+from airflow_cdc_provider.engine.core.errors import ForeignTable
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.core.table import Column
-from airflow_cdc_provider.engine.postgres.connection import Connection, row, rows, scalar
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.sinks.postgres.column_types import column_definition, column_type
 from airflow_cdc_provider.engine.sinks.postgres.obstacles import find_obstacles, require_clear
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import require_width
 from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import Misfit, misfits, require_kept, target_columns
-from airflow_cdc_provider.engine.sinks.staged import RowsNeeded
 
 CHANGELOG_COLUMNS = {
     "_op": '"char" NOT NULL',
@@ -36,40 +30,12 @@ CHANGELOG_COLUMNS = {
 }
 """Names and types of the columns that a changelog has beside the source's."""
 
+
 CHANGELOG_TYPES = {name: kind.removesuffix(" NOT NULL") for name, kind in CHANGELOG_COLUMNS.items()}
 """The same, without what is demanded of them."""
+
+
 _SPELLED = {"timestamptz": "timestamp with time zone"}
-
-# Their values name objects and roles of one server, or are taken by no input function: elsewhere they are but text.
-_TEXT_ONLY = frozenset(
-    {
-        *("regproc", "regprocedure", "regoper", "regoperator", "regclass", "regcollation", "regconfig"),
-        *("regdictionary", "regnamespace", "regrole", "regtype", "aclitem"),
-        *("gtsvector", "pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list"),
-        *("pg_brin_bloom_summary", "pg_brin_minmax_multi_summary"),
-    }
-)
-
-_KNOWN = """
-WITH RECURSIVE beneath AS (
-    SELECT typbasetype AS type, typtypmod AS modifier FROM pg_type WHERE oid = to_regtype(%(type)s) AND typtype = 'd'
-    UNION ALL
-    SELECT t.typbasetype, t.typtypmod FROM beneath b JOIN pg_type t ON t.oid = b.type AND t.typtype = 'd'
-)
-SELECT to_regtype(%(type)s) IS NOT NULL, (
-    SELECT format_type(b.type, b.modifier) FROM beneath b JOIN pg_type t ON t.oid = b.type WHERE t.typtype <> 'd'
-)
-"""
-"""Whether a type is known, and the one beneath it if it is a domain."""
-
-_REFUSALS = (
-    psycopg2.DataError,
-    psycopg2.IntegrityError,
-    psycopg2.InternalError,
-    psycopg2.NotSupportedError,
-    psycopg2.ProgrammingError,
-    psycopg2.errors.ObjectInUse,
-)
 
 
 def prepare_target(
@@ -108,7 +74,7 @@ def prepare_target(
         schema = sql.Identifier(target.schema)
         if scalar(connection, "SELECT to_regnamespace(%s)", [schema.as_string(connection)]) is None:
             rows(connection, sql.SQL("CREATE SCHEMA {}").format(schema))
-        definitions = [_definition(connection, mode, column) for column in target.table.columns]
+        definitions = [column_definition(connection, mode, column) for column in target.table.columns]
         if mode == "changelog":
             definitions += [
                 sql.SQL("{} " + kind).format(sql.Identifier(name)) for name, kind in CHANGELOG_COLUMNS.items()
@@ -198,271 +164,3 @@ def record_target(connection: Connection, pipeline: str, target: Target) -> None
         " VALUES (%s, %s, %s, %s, %s) ON CONFLICT (pipeline, source_table) DO NOTHING",
         [pipeline, target.table.label, target.schema, target.name, json.dumps(target.table.to_dict())],
     )
-
-
-def redefine(
-    connection: Connection,
-    pipeline: str,
-    mode: Literal["mirror", "changelog"],
-    before: Target,
-    after: Target,
-    rows_stay: bool,
-    convert: bool = False,
-) -> None:
-    """Change a target table from one definition to another, and record the new one.
-
-    :param rows_stay: the rows keep their values, and get those of added columns; otherwise all are about to be
-        written anew, and a mirror has none.
-    :param convert: see :func:`prepare_target`.
-    :raises RowsNeeded: when the target has an added column already, whose values are not the source's, lacks one that
-        it had, as after that was renamed to make room, or cannot convert values as the source does.
-    :raises CannotFollow: when the target does not let it be changed.
-    """
-    change = redefinition(before.table, after.table)
-    with _refusals(after):
-        _Change(connection, mode, after, rows_stay).apply(change, before)
-    if not convert:
-        _require_same_parts(connection, mode, after, {column.name for column in (*change.added, *change.retyped)})
-    rows(
-        connection,
-        "UPDATE airflow_cdc.tables SET definition = %s WHERE pipeline = %s AND source_table = %s",
-        [json.dumps(after.table.to_dict()), pipeline, after.table.label],
-    )
-
-
-def _require_same_parts(
-    connection: Connection, mode: Literal["mirror", "changelog"], target: Target, names: Collection[str]
-) -> None:
-    """Refuse types that the target has under the source's names, but of other parts.
-
-    :raises CannotFollow: naming columns and types.
-    """
-    own = {column.name for column in target.table.columns if not column.builtin} & set(names)
-    if not own:
-        return
-    wanted = wanted_columns(connection, mode, target)
-    wrong = misfits(connection, target, target_columns(connection, target), wanted, own)
-    if wrong:
-        raise CannotFollow(
-            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: types of"
-            f" these names are made of other parts at the target than at the source: {'; '.join(map(str, wrong))}",
-            "Nothing from this change on has been applied. Change the types at the target as they are at the source"
-            " (ALTER TYPE), or drop them there, so that the columns become text; then start again.",
-        )
-
-
-@contextmanager
-def _refusals(target: Target) -> Iterator[None]:
-    """Say what the target refuses, and what helps.
-
-    :raises CannotFollow: in place of the server's error, and of what this role lacks.
-    """
-    try:
-        yield
-    except (*_REFUSALS, MissingPrivilege) as e:
-        reason = e.message if isinstance(e, MissingPrivilege) else e.diag.message_primary
-        raise CannotFollow(
-            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: {reason}",
-            "Nothing from this change on has been applied. Remove what stands in the way at the target, then start"
-            " again: drop a view or constraint that uses the column, to make it anew afterwards; rename a column whose"
-            " name is taken, or whose old values cannot be converted.",
-        ) from e
-
-
-class _Change:
-    """The statements that change one target table."""
-
-    def __init__(
-        self, connection: Connection, mode: Literal["mirror", "changelog"], target: Target, rows_stay: bool
-    ) -> None:
-        self._connection = connection
-        self._mode = mode
-        self._target = target
-        self._rows_stay = rows_stay
-        self._table = sql.Identifier(target.schema, target.name)
-
-    def _alter(self, text: str, **parts: sql.Composable) -> None:
-        rows(self._connection, sql.SQL("ALTER TABLE {table} " + text).format(table=self._table, **parts))
-
-    def _columns(self) -> dict[str, str]:
-        """The target's columns and their types."""
-        query = (
-            "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute"
-            " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
-        )
-        return dict(rows(self._connection, query, [self._table.as_string(self._connection)]))
-
-    def apply(self, change: Redefinition, before: Target) -> None:
-        """Change the columns, then the key."""
-        if change.key and self._mode == "mirror":
-            self._drop_key(before)
-        if self._mode == "mirror":
-            for name in change.dropped:
-                self._alter("DROP COLUMN IF EXISTS {name}", name=sql.Identifier(name))
-        else:
-            self._end_defaults(change.dropped)
-        self._rename(change)
-        present = self._columns()
-        added = {column.name for column in change.added}
-        for column in self._target.table.columns:
-            if column.name not in present:
-                if column.name not in added:
-                    self._refuse_loss(column)
-                self._add(column)
-            elif column.name in added:
-                if self._rows_stay:
-                    raise RowsNeeded(f"the target has a column {column.name} of its own")
-                self._retype(column)
-        former = {new: old for old, new in change.renamed}
-        types = {column.name: column for column in before.table.columns}
-        for column in change.retyped:
-            known = types[former.get(column.name, column.name)]
-            if self._rows_stay and (_is_text(column) or _is_text(known)):
-                raise RowsNeeded(f"only the source can convert {column.name} to {column.type}")
-            if column.name in present and not self._takes_all(known, present[column.name]):
-                self._retype(column)
-        if change.key and self._mode == "mirror" and self._target.table.key:
-            key = sql.SQL(", ").join(map(sql.Identifier, self._target.table.key))
-            self._alter("ADD PRIMARY KEY ({key})", key=key)
-
-    def _refuse_loss(self, column: Column) -> None:
-        """Leave no rows without values of a column that the target has had."""
-        if self._mode == "mirror" and column.name in self._target.table.key:
-            label = f"{self._target.schema}.{self._target.name}"
-            raise CannotFollow(
-                f"the target table {label} has no column {column.name}, which is of its key",
-                "If it has been renamed, give it its name back, then start again.",
-            )
-        if self._rows_stay:
-            raise RowsNeeded(f"the target has no column {column.name}")
-
-    def _end_defaults(self, names: Sequence[str]) -> None:
-        """Let columns of a changelog that the source has dropped get no values, whatever default somebody gave them."""
-        present = self._columns()
-        for name in names:
-            if name in present:
-                null = _no_value(present[name])
-                self._alter("ALTER COLUMN {name} SET DEFAULT {null}", name=sql.Identifier(name), null=null)
-
-    def _takes_all(self, column: Column, kind: str) -> bool:
-        """Whether somebody has made a column text, so that it takes the values that its type refuses."""
-        return kind == "text" and column_type(self._connection, self._mode, column).bare != "text"
-
-    def _rename(self, change: Redefinition) -> None:
-        """By way of names of our own, since a column may take the name that another one leaves."""
-        present = self._columns()
-        lost = [old for old, _ in change.renamed if old not in present]
-        if lost and self._rows_stay:
-            raise RowsNeeded(f"the target has no column {lost[0]}")
-        renamed = [(old, new) for old, new in change.renamed if old in present]
-        direct = not {new for _, new in renamed} & {old for old, _ in renamed}
-        between = [(old, new if direct else f"airflow_cdc_{i}") for i, (old, new) in enumerate(renamed)]
-        steps = between if direct else between + [(f"airflow_cdc_{i}", new) for i, (_, new) in enumerate(renamed)]
-        for old, new in steps:
-            self._alter("RENAME COLUMN {old} TO {new}", old=sql.Identifier(old), new=sql.Identifier(new))
-
-    def _retype(self, column: Column) -> None:
-        kind = column_type(self._connection, self._mode, column)
-        # In a mirror that is read again there are no rows to convert, and types that nothing converts.
-        name = sql.Identifier(column.name)
-        empty = self._mode == "mirror" and not self._rows_stay
-        value = sql.SQL("NULL") if empty else sql.SQL("{}::{}").format(name, sql.SQL(kind.bare))
-        self._alter(
-            "ALTER COLUMN {name} DROP DEFAULT, ALTER COLUMN {name} TYPE {kind} USING {value}",
-            name=name,
-            kind=sql.SQL(kind.full),
-            value=value,
-        )
-
-    def _add(self, column: Column) -> None:
-        """Add a column; rows that stay get what the source's rows from before have in it."""
-        kind = column_type(self._connection, self._mode, column)
-        name = sql.Identifier(column.name)
-        value = _no_value(kind.bare)
-        if column.missing is not None and self._rows_stay:
-            value = sql.SQL("{}::{}").format(sql.Literal(column.missing), sql.SQL(kind.bare))
-        # Always stated: without, the rows would get what the type has as a default here.
-        self._alter("ADD COLUMN {name} {kind} DEFAULT {value}", name=name, kind=sql.SQL(kind.full), value=value)
-        self._alter("ALTER COLUMN {name} DROP DEFAULT", name=name)
-        if self._mode == "changelog" and column.missing is not None and self._rows_stay:
-            # Deletes and truncates carry no values.
-            clear = sql.SQL("UPDATE {} SET {} = NULL WHERE _op IN ('d', 't')").format(self._table, name)
-            rows(self._connection, clear)
-
-    def _drop_key(self, before: Target) -> None:
-        """Drop the unique constraints and indexes on the old key, and what they demanded of its columns."""
-        query = (
-            "SELECT i.indexrelid::regclass::text, c.conname FROM pg_index i"
-            " LEFT JOIN pg_constraint c ON c.conindid = i.indexrelid AND c.conrelid = i.indrelid"
-            " WHERE i.indrelid = to_regclass(%s) AND i.indisunique"
-            " AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute a"
-            " WHERE a.attrelid = i.indrelid AND a.attnum = ANY (i.indkey)) = %s::text[]"
-        )
-        table = self._table.as_string(self._connection)
-        for index, constraint in rows(self._connection, query, [table, sorted(before.table.key)]):
-            if constraint is not None:
-                self._alter("DROP CONSTRAINT {name}", name=sql.Identifier(constraint))
-            else:
-                rows(self._connection, sql.SQL("DROP INDEX {}").format(sql.SQL(index)))
-        for name in before.table.key:
-            self._alter("ALTER COLUMN {name} DROP NOT NULL", name=sql.Identifier(name))
-
-
-@dataclass(frozen=True)
-class ColumnType:
-    """A column's type in the target as SQL, ``bare`` without its collation."""
-
-    bare: str
-    collation: str | None
-
-    @property
-    def full(self) -> str:
-        return self.bare if self.collation is None else f"{self.bare} COLLATE {self.collation}"
-
-
-def _is_text(column: Column) -> bool:
-    """Whether a column is text in every target."""
-    return column.builtin and column.type.removesuffix("[]") in _TEXT_ONLY
-
-
-def column_type(connection: Connection, mode: Literal["mirror", "changelog"], column: Column) -> ColumnType:
-    """Return the source's type of a column; text where the target does not know it, or could not take its values.
-
-    In a changelog it is the type beneath a domain: deletes and truncates have NULL where a domain may forbid it.
-    """
-    bare = column.type
-    known = not _is_text(column)
-    if not column.builtin:
-        known, beneath = row(connection, _KNOWN, {"type": column.type})
-        if mode == "changelog" and beneath is not None:
-            bare = beneath
-    if not known:
-        return ColumnType("text", None)
-    collation = column.collation
-    if collation is not None and scalar(connection, "SELECT to_regcollation(%s)", [collation]) is None:
-        collation = None
-    return ColumnType(bare, collation)
-
-
-def _definition(connection: Connection, mode: Literal["mirror", "changelog"], column: Column) -> sql.Composable:
-    return sql.SQL("{} {}").format(sql.Identifier(column.name), sql.SQL(column_type(connection, mode, column).full))
-
-
-def _no_value(kind: str) -> sql.Composable:
-    """Return NULL as a column's default; a bare one would leave a type that has a default with that."""
-    return sql.SQL("coalesce(NULL::{})").format(sql.SQL(kind))
-
-
-def domain_bases(connection: Connection, table: sql.Composable, modifiers: bool = True) -> dict[str, str]:
-    """By the columns of a table whose type is a domain: the type beneath it, with its modifier or without."""
-    query = (
-        "WITH RECURSIVE bases AS ("
-        " SELECT a.attname::text AS name, t.typbasetype AS type, t.typtypmod AS modifier FROM pg_attribute a"
-        " JOIN pg_type t ON t.oid = a.atttypid AND t.typtype = 'd'"
-        " WHERE a.attrelid = to_regclass(%s) AND NOT a.attisdropped"
-        " UNION ALL SELECT b.name, t.typbasetype, t.typtypmod FROM bases b"
-        " JOIN pg_type t ON t.oid = b.type AND t.typtype = 'd'"
-        ") SELECT b.name, format_type(b.type, CASE WHEN %s THEN b.modifier ELSE -1 END) FROM bases b"
-        " JOIN pg_type t ON t.oid = b.type WHERE t.typtype <> 'd'"
-    )
-    return dict(rows(connection, query, [table.as_string(connection), modifiers]))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import OpenTransaction, Piece, decode, parse_relation
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode, parse_relation
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import OpenTransaction, Piece
 
 EPOCH = int(datetime(2000, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
 UNCHANGED = "<unchanged>"

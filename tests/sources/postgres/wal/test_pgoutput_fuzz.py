@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.core.row_changes import Changes
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Piece, decode
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Buffer, Position
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import gulp
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import Piece
 from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
 

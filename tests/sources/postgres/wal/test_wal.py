@@ -26,10 +26,10 @@ from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
 from airflow_cdc_provider.engine.postgres.replication import open_replication
 from airflow_cdc_provider.engine.postgres.slots import MESSAGE_PREFIX, emit_marker, read_slot
-from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
+from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader, wal_start
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Buffer, Position
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import gulp
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import gulp
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.support.pipelines import SECONDS, execute, reader_naps, slot_reader, transaction
@@ -405,7 +405,7 @@ def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
 
     The address 127.0.0.2 is reached from 127.0.0.1, as one machine is from another.
     """
-    monkeypatch.setattr(wal_reader, "_NEAR_ROOM_BYTES", 32 << 10)  # as no system has by itself
+    monkeypatch.setattr(wal_start, "_NEAR_ROOM_BYTES", 32 << 10)  # as no system has by itself
     with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
         os.chmod(sockets, 0o777)  # the server is another user
         addresses = {"listen_addresses": "127.0.0.1, 127.0.0.2", "unix_socket_directories": sockets}

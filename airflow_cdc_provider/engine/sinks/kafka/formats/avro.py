@@ -29,20 +29,10 @@ from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import Deci
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import MESSAGES, decoded, not_ours
 
 _MAGIC = 0
-
-
 _HEADER = struct.Struct(">bI")
-
-
 _NAME = re.compile(r"[^A-Za-z0-9_]")
-
-
 _TYPES = {"int8": "int", "int16": "int", "int32": "int", "int64": "long"}
-
-
 _FLOATS = {"float": pa.float32(), "double": pa.float64()}
-
-
 ConnectSchema = Mapping[str, Any]
 
 

@@ -26,8 +26,6 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f')
 ORDER BY n.nspname, c.relname
 """
-
-
 # A walk of our own: what Postgres has for it waits for a lock on every partition, and is not of the query's snapshot.
 TREE = """tree AS (
     SELECT t.root, t.root::pg_catalog.oid AS oid FROM pg_catalog.unnest(%s::int8[]) AS t (root)
@@ -44,8 +42,6 @@ WITH RECURSIVE {TREE}
 SELECT tree.root, c.oid::int8 FROM tree JOIN pg_catalog.pg_class c ON c.oid = tree.oid
 WHERE c.relkind <> 'p' ORDER BY 1, 2
 """
-
-
 # Only ATTACH, DETACH and SET SCHEMA write these entries, and no VACUUM changes the transaction that has written them.
 _PLACES = """
 WITH RECURSIVE line AS (
@@ -62,16 +58,12 @@ LEFT JOIN pg_catalog.pg_inherits i ON i.inhrelid = line.oid
   AND i.inhparent IN (SELECT p.oid FROM pg_catalog.pg_class p WHERE p.relkind = 'p')
 GROUP BY line.leaf
 """
-
-
 _ANCESTORS = """
 SELECT t.oid, p.relid::pg_catalog.oid::int8
 FROM pg_catalog.unnest(%s::int8[]) AS t (oid)
 CROSS JOIN LATERAL pg_catalog.pg_partition_ancestors(t.oid::pg_catalog.oid::pg_catalog.regclass) AS p
 WHERE p.relid::pg_catalog.oid::int8 <> t.oid
 """
-
-
 TYPES = """
 made AS (
     SELECT DISTINCT a.atttypid AS type, a.atttypid AS part FROM pg_catalog.pg_attribute a
@@ -149,8 +141,6 @@ LEFT JOIN pg_catalog.pg_namespace cn ON cn.oid = c.collnamespace
 WHERE a.attrelid = ANY (%s::pg_catalog.oid[]) AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attrelid, a.attnum
 """
-
-
 # A deferrable index is no replica identity, and identifies no row while a transaction swaps two keys.
 _KEYS = """
 SELECT i.indrelid::int8, i.indisprimary, i.indisreplident, coalesce(k.oid, i.indexrelid)::int8,

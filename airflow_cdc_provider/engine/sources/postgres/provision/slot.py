@@ -22,14 +22,8 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, rows, sc
 from airflow_cdc_provider.engine.postgres.slots import SlotState, blockers, emit_marker, is_ours, read_slot
 
 WAIT_SECONDS = 600.0
-
-
 _FIRST_PAUSE = 0.1
-
-
 _LONGEST_PAUSE = 5.0
-
-
 _FAILOVER_VERSION = 170000
 
 

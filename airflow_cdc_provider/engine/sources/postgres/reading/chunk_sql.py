@@ -30,31 +30,17 @@ from airflow_cdc_provider.engine.postgres.connection import condition, rows, sca
 
 # Up to this size all keys are ranked: exact chunks for the price of one index or table scan.
 EXACT_BYTES = 256 << 20
-
-
 # A chunk's size is judged by this many blocks. Rows of one block have neighbouring keys as often as not, so that
 # blocks, not rows, are what must be many.
 SAMPLED_BLOCKS_PER_CHUNK = 30
-
-
 PROBED_BLOCKS = 300
-
-
 # The database reads at most this many blocks for a sample and sorts at most about as many keys; of more keys it
 # takes a part of each block.
 SAMPLED_ROWS = 300_000
-
-
 _SEED = 20201
-
-
 _INTEGERS = frozenset({20, 21, 23})  # int8, int2, int4
-
-
 # The places of the operators in Column.operators.
 _LESS, _EQUAL, _GREATER_OR_EQUAL = 0, 1, 2
-
-
 _SYMBOLS = ("<", "=", ">=")
 
 

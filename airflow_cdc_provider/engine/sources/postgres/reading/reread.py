@@ -52,14 +52,8 @@ from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import p
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
 T = TypeVar("T")
-
-
 _DEFINITIONS = 5
-
-
 _LOOK_SECONDS = 1.0
-
-
 _log = logging.getLogger(__name__)
 
 

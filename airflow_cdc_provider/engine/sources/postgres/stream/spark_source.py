@@ -53,8 +53,8 @@ from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, dr
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import chosen, handed_out, tell, tell_idle
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Piece
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import Piece
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from airflow_cdc_provider.engine.spark.local_sockets import Answering, ask
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules

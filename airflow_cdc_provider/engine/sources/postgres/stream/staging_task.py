@@ -28,7 +28,8 @@ from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, dr
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import chunk_of
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Piece, decode
+from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import Piece
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 END = (1 << 63) - 1

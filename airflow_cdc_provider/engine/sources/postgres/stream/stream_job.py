@@ -38,14 +38,8 @@ from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 log = logging.getLogger(__name__)
-
-
 _ACKNOWLEDGE_SECONDS = 30.0
-
-
 _STARTS = 5
-
-
 _POLL_SECONDS = 0.05
 
 

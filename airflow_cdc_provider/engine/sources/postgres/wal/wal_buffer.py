@@ -21,32 +21,20 @@ import numpy as np
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.postgres.slots import MESSAGE_PREFIX
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import OpenTransaction, Piece
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import OpenTransaction, Piece
 
 EPOCH_2000 = 946_684_800_000_000
 """Postgres counts microseconds from 2000; this is 2000 in microseconds since 1970."""
 
 
 _BEGIN, _COMMIT, _RELATION, _MESSAGE, _TRUNCATE, _ORIGIN = b"BCRMTO"
-
-
 _ROWS = frozenset(b"IUD")
-
-
 # Fewer rows in a run are not worth the trouble.
 _RUN, _TAG = re.compile(rb"[IUD]{8,}"), itemgetter(0)
-
-
 # A commit record lists subtransactions, dropped files and invalidations; its size is limited to a gigabyte.
 _LONGEST_COMMIT = 1 << 31
-
-
 _MARKER = MESSAGE_PREFIX.encode() + b"\0"
-
-
 _NEVER = 1 << 62  # a time that does not come
-
-
 _FORGETTABLE_BYTES = 1 << 20  # a piece may hold so much of what stands behind it in memory
 
 

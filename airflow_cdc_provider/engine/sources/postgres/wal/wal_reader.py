@@ -20,79 +20,42 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from operator import itemgetter
 
 import psycopg
-from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, StreamFailed
-from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.postgres.connection import (
-    Connection,
     connected,
-    describe,
-    scalar,
 )
 from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
-from airflow_cdc_provider.engine.postgres.replication import execute, first_row, open_replication, replication_failure
-from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
-from airflow_cdc_provider.engine.postgres.slots import read_slot
-from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import Piece
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import EPOCH_2000, Buffer, Position, malformed
-
-_PATIENCE_SECONDS = 300.0
-
+from airflow_cdc_provider.engine.postgres.replication import open_replication, replication_failure
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import EPOCH_2000, Buffer, Position
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import gulp
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import Piece
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_start import (
+    narrowed,
+    require_origin,
+    require_slot,
+    sender_timeout,
+    start_replication,
+)
 
 # A walsender sends each message by itself, and to be woken for each costs us, and it, more than the message does. While
 # one sleeps, many come. Who oversleeps has to share a core, and is woken for many at a time anyway.
 _AWAKE_SECONDS = 0.1
-
-
 _NAP_SECONDS = 0.0005
-
-
 _FEW_BYTES = 4096
-
-
 # In a row: the last read of what there was is small even where more follows, so that one of them proves nothing.
 _FEW_TIMES = 8
-
-
-# While a network's card is busy with a packet, the next messages gather behind it (tcp_autocorking). On one machine
-# nothing holds them up: each passes all of TCP, on the walsender's time. With little room in our receive buffer they
-# gather in the server's send buffer until we come, which may be seldom, and pass together.
-_NEAR_ROOM_BYTES = 64 << 10
-
-
 _NEAR_NAP_SECONDS = 0.008
-
-
 # libpq reads one record of TLS a call, and a walsender sends each message in one of its own: so many that small ones,
 # without their headers, are not taken for few bytes.
 _RECORDS = 256
-
-
-_CHANGE, _KEEPALIVE = b"wk"
-
-
-_HEADER, _KEEPALIVE_BYTES = 25, 18  # of XLogData: kind, start, end, time; of a keepalive: kind, end, time, reply
-
-
-_SENT_AT = struct.Struct(">17xq")  # in the header of XLogData
-
-
-_BODY = itemgetter(slice(_HEADER, None))
-
-
-_GULP = 4096  # messages at most, before status is thought of again
-
-
 _IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
 
 
@@ -129,13 +92,13 @@ class WalReader:
         self._closing = False
         self._connection: PGconn = open_replication(dsn, f"airflow-cdc {slot}")
         try:
-            self._dsn, self._pid = dsn, _require_origin(self._connection, dsn, origin)
-            self._nap = _NEAR_NAP_SECONDS if _narrowed(self._connection) else _NAP_SECONDS
-            _start_replication(self._connection, slot, publication, start)
+            self._dsn, self._pid = dsn, require_origin(self._connection, dsn, origin)
+            self._nap = _NEAR_NAP_SECONDS if narrowed(self._connection) else _NAP_SECONDS
+            start_replication(self._connection, slot, publication, start)
             with connected(dsn) as control:
                 if origin is not None:
-                    _require_slot(control, dsn, slot, self._pid, start)
-                self._silence = _sender_timeout(control)
+                    require_slot(control, dsn, slot, self._pid, start)
+                self._silence = sender_timeout(control)
         except BaseException:
             self._connection.finish()
             raise
@@ -332,44 +295,6 @@ class WalReader:
         self._connection.flush()
 
 
-def gulp(get: Callable[[int], tuple[int, memoryview]], buffer: Buffer, room: int) -> tuple[int, bool]:
-    """Move messages into a buffer until there are no more, or enough have come.
-
-    :param get: see :meth:`PGconn.get_copy_data`.
-    :param room: bytes to move at most, but for the last message.
-    :returns: what the last ``get`` has returned as length; whether the server asks for an answer.
-    :raises ProtocolError: when a message is neither a change nor a keepalive.
-    """
-    changes: list[memoryview] = []
-    length, asked = 1, False
-    for _ in range(_GULP):
-        if room <= 0:
-            break
-        length, message = get(1)
-        if length > _HEADER and message[0] == _CHANGE:
-            changes.append(message)
-            room -= length
-        elif length >= _KEEPALIVE_BYTES and message[0] == _KEEPALIVE:
-            _extend(buffer, changes)
-            changes = []
-            wal_end, _, reply = struct.unpack_from(">qqB", message, 1)
-            buffer.keepalive(wal_end)
-            asked |= bool(reply)
-        elif length > 0:
-            raise malformed(message)
-        else:
-            break
-    _extend(buffer, changes)
-    return length, asked
-
-
-def _extend(buffer: Buffer, changes: Sequence[memoryview]) -> None:
-    buffer.extend(list(map(_BODY, changes)))
-    if changes:
-        (sent_at,) = _SENT_AT.unpack_from(changes[-1])
-        buffer.sent_at = sent_at + EPOCH_2000
-
-
 class _Question(threading.Thread):
     """A server is asked whether a walsender is at work. In a thread: that takes its time, and status has to go out.
 
@@ -384,63 +309,3 @@ class _Question(threading.Thread):
 
     def run(self) -> None:
         self.trouble = find_trouble(*self._arguments, _IDLE)
-
-
-def _require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
-    """Ask the server at the other end who it is; return the id of our process there.
-
-    :raises StreamFailed: when it is another than the gate has seen.
-    """
-    pid, *found = first_row(connection, f"SELECT pg_backend_pid(), {QUERY}")
-    if origin is not None:
-        origin.require(found, dsn)
-    return int(pid)
-
-
-def _require_slot(control: Connection, dsn: str, slot: str, pid: int, start: int) -> None:
-    """Look at the slot now that it is ours, so that nobody can move it any more: since the gate somebody may have.
-
-    Postgres forwards a start that is behind the slot without a word.
-
-    :raises StreamFailed: when the slot is not where the stream has to begin.
-    """
-    state = read_slot(control, slot)
-    if state is None or state.active_pid != pid:
-        found = "is not the one that is being read"
-    elif state.confirmed_flush_lsn > start:
-        found = f"has been acknowledged up to {format_lsn(state.confirmed_flush_lsn)}, beyond {format_lsn(start)}"
-    else:
-        return
-    raise StreamFailed(
-        f"slot {slot!r} at {describe(dsn)} {found}", "Start again: whether the stream can go on is checked first."
-    )
-
-
-def _narrowed(connection: PGconn) -> bool:
-    """Have messages gather on the other side, if that is on this machine and reached by TCP; else false."""
-    with socket.socket(fileno=os.dup(connection.socket)) as ours:
-        try:
-            if ours.family == socket.AF_UNIX or ours.getpeername()[0] != ours.getsockname()[0]:
-                return False
-        except OSError:  # closed by the server, which the next command tells
-            return False
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NEAR_ROOM_BYTES)
-    return True
-
-
-def _start_replication(connection: PGconn, slot: str, publication: str, start: int) -> None:
-    name = '"' + publication.replace('"', '""') + '"'
-    names = "'" + name.replace("'", "''") + "'"
-    command = (
-        f'START_REPLICATION SLOT "{slot}" LOGICAL {format_lsn(start)} '
-        f"(proto_version '1', publication_names {names}, messages 'true')"
-    )
-    result = execute(connection, command)
-    if result is None or result.status != pq.ExecStatus.COPY_BOTH:
-        raise replication_failure(connection)
-
-
-def _sender_timeout(control: Connection) -> float:
-    """Seconds that the server waits for us, and we for it; some minutes where the server would wait for ever."""
-    timeout = scalar(control, "SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
-    return float(timeout / 1000) if timeout else _PATIENCE_SECONDS

@@ -1,0 +1,31 @@
+"""Rows as they are staged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from airflow_cdc_provider.engine.core.effect import ERASED, FRESH, Effect
+from airflow_cdc_provider.engine.sinks.postgres.packed_rows import pack
+
+FIRST_READ = -1_000_000
+"""``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
+rows read again at the same LSN."""
+
+
+_MANY = 1000  # of fewer rows one statement more costs more than it saves
+
+
+def rows_to_stage(effect: Effect) -> pa.Table:
+    """The rows of an effect as they are staged.
+
+    :returns: without ``erased`` where no row is; with ``fresh`` (bool) where it pays to insert many without a look;
+        packed where they have too many columns, see :mod:`.packed_rows`.
+    """
+    rows = effect.rows
+    if ERASED in rows.column_names and not pc.any(rows[ERASED]).as_py():
+        rows = rows.drop_columns(ERASED)
+    if effect.fresh is not None and np.count_nonzero(effect.fresh) >= _MANY:
+        rows = rows.append_column(FRESH, pa.array(effect.fresh))
+    return pack(rows)
