@@ -128,9 +128,10 @@ test-mysql: $(INSTALLED) java ## run the tests of the MySQL sink against MySQL, 
 	MYSQLD=$$($(BIN)/python -m tests.support.mysql_server $(DIRECTORY)) $(PYTEST) tests/sinks/mysql
 
 .PHONY: lint
-lint: $(INSTALLED) ## check style and formatting
+lint: $(INSTALLED) ## check style, formatting, and which folder imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports setup.cfg --no-cache
 
 .PHONY: types
 types: $(INSTALLED) ## check types

@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.sinks.all_records import SeveralRecords
-from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
@@ -176,7 +176,7 @@ def test_what_waits_for_one_sink_is_not_repeated_in_the_others(fanned: Fanned, m
     """The changelog has the table again, and the mirror waits for a lock: the changelog is not given it once more."""
     fanned.change(sink=fanned.document["sink"][::-1])
     fanned.filled()
-    monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(postgres_fence, "LOCK_SECONDS", 0.2)
     requested_reads.request(fanned.pipeline, ["public.t"], None, name="asked")
     with psycopg.connect(fanned.databases.target) as locking:
         locking.execute("LOCK TABLE public.t IN SHARE MODE")

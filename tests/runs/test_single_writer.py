@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import (
@@ -105,7 +105,7 @@ def test_a_run_that_is_halted_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It lives, so it is in the way until somebody takes over; then whatever it still does is refused by the sink."""
-    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 1.0)
+    monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 1.0)
     with pytest.raises(SecondWriter, match=f"process {halted.pid}") as refused:
         pipeline.apply()
     assert "--takeover" in refused.value.solution

@@ -29,7 +29,7 @@ from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
-from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import fence
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock
 from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from tests.support.pipelines import SECONDS, apply_stream, copy_chunk_of
@@ -100,7 +100,7 @@ def _main(
 ) -> None:
     faulthandler.register(signal.SIGUSR1, os.open(_stacks_of(log), os.O_WRONLY | os.O_CREAT))
     # How long others are waited for decides how long a test of a paused one takes.
-    postgres_record.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = provision_lock._WAIT_SECONDS = 0.5
+    fence.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = provision_lock._WAIT_SECONDS = 0.5
     if failpoint is not None:
         os.environ[VARIABLE] = failpoint
     try:

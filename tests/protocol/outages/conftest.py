@@ -16,7 +16,7 @@ import pytest
 from airflow_cdc_provider.engine.postgres import connection, dead_connections
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import reader_name
-from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slot
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
@@ -127,7 +127,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeouts of production, shortened."""
     monkeypatch.setattr(dead_connections, "SILENCE_SECONDS", 2.0)
     monkeypatch.setattr(dead_connections, "ANSWER_SECONDS", 2)
-    monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 1.0)
+    monkeypatch.setattr(postgres_fence, "LOCK_SECONDS", 1.0)
     monkeypatch.setitem(connection._TRANSPORT, "connect_timeout", "2")
     for name in ("idle", "interval"):
         monkeypatch.setitem(connection._TRANSPORT, f"keepalives_{name}", "1")

@@ -10,7 +10,7 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege, StagingLost
-from airflow_cdc_provider.engine.sinks.postgres import sink as postgres
+from airflow_cdc_provider.engine.sinks.postgres import units as postgres
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.protocol.races.scene import SECONDS, Make, Mode, await_waiting

@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed, StagingLost, StreamFailed
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
@@ -107,7 +107,7 @@ def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
 ) -> None:
     """The epoch row is locked by the commit, so taking over waits; a plain SELECT would let both through."""
     begun = begin(store, "mirror")
-    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
+    monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(store.dsn) as commit:
         commit.execute(f"SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' {lock}")
         with pytest.raises(Exception, match="lock timeout"):
@@ -121,7 +121,7 @@ def test_a_unit_is_applied_while_the_rest_of_it_is_staged(
 ) -> None:
     """Nobody sees it before its end, and a chunk or another run has to wait for it."""
     begun = begin(store, mode)
-    monkeypatch.setattr(postgres_record, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(postgres_fence, "LOCK_SECONDS", 0.2)
 
     def pieces() -> Iterator[StagedPiece]:
         yield begun.piece(begun.put("1", "a", "1.00"))
@@ -189,7 +189,7 @@ def test_a_unit_in_the_midst_of_which_another_run_takes_over_is_not_there(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = begin(store, "mirror")
-    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
+    monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 0.2)
 
     def pieces() -> Iterator[StagedPiece]:
         yield begun.piece(begun.put("1", "zombie", "1.00"))
@@ -208,7 +208,7 @@ def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
 ) -> None:
     """A paused process or a lost host would hold the epoch's row for hours."""
     begun = begin(store, "mirror")
-    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 0.2)
+    monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(store.dsn, application_name="airflow-cdc sink p") as paused:
         paused.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' FOR SHARE")
         assert begun.sink.take_epoch("next") > begun.epoch

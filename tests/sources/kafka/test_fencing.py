@@ -15,7 +15,7 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import SecondWriter
-from airflow_cdc_provider.engine.sinks.postgres import record as postgres_record
+from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.sources.kafka.test_to_topics import TopicsToTopic
@@ -49,7 +49,7 @@ def to_kafka(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> Iterat
 def test_a_run_that_is_halted_adds_nothing_to_postgres_when_it_comes_back(
     to_postgres: TopicsPipeline, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres_record, "COMMIT_SECONDS", 1.0)
+    monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 1.0)
     overtake(to_postgres, place, lambda: [id_ for (id_,) in to_postgres.target_rows("SELECT id FROM t")])
 
 

@@ -9,22 +9,15 @@ commit after the new one.
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import psycopg2
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import (
-    Blocked,
-    CdcError,
-    ConnectionFailed,
-    Fenced,
     GateClosed,
     SecondWriter,
 )
@@ -35,16 +28,12 @@ from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target,
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import (
     Connection,
-    connect,
-    connected,
     describe,
-    named,
     row,
     rows,
     scalar,
 )
-from airflow_cdc_provider.engine.postgres.lock_holders import HOLDERS
-from airflow_cdc_provider.engine.sinks.postgres.refused_values import is_of_another, of_sink, refusal_of
+from airflow_cdc_provider.engine.sinks.postgres.fence import PostgresFence
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import adopt_target, prepare_target, record_target
@@ -87,30 +76,6 @@ SELECT relname::text FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace
 WHERE nspname = 'airflow_cdc' AND relname = ANY (%s)
 """
 
-LOCK_SECONDS = 60.0
-"""How long a transaction in the sink waits for a lock."""
-
-COMMIT_SECONDS = 30.0
-"""How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
-
-_Lock: TypeAlias = Literal["FOR KEY SHARE", "FOR SHARE", "FOR NO KEY UPDATE", "FOR UPDATE"]
-"""Of the epoch's row. ``KEY SHARE``: a piece is staged, or fetched. ``SHARE``: a chunk, a deposit, a sweep, what is
-done beside the sink. ``NO KEY UPDATE``: a unit, which keeps these out and lets pieces be staged. ``UPDATE``: whoever
-takes the epoch, reads again or changes a definition."""
-_NAME_BYTES = 63
-"""What the server keeps of an application name."""
-
-T = TypeVar("T")
-
-# Who holds a lock that can stop us: of rows, or of the whole table. What only reads does not.
-_LOCK_HOLDERS = f"""{HOLDERS}
-  AND l.relation IN (SELECT to_regclass(format('%%I.%%I', target_schema, target_table))
-                     FROM airflow_cdc.tables WHERE pipeline = %s
-                     UNION ALL SELECT 'airflow_cdc.pipelines'::regclass)
-  AND coalesce(a.application_name, '') <> %s
-LIMIT 10
-"""
-
 
 def create_record_tables(connection: Connection) -> None:
     """Create the tables of the commit record, where they are not there yet.
@@ -125,7 +90,7 @@ def create_record_tables(connection: Connection) -> None:
 
 
 @dataclass(frozen=True)
-class PostgresRecord:
+class PostgresRecord(PostgresFence):
     """A pipeline's commit record in a Postgres database.
 
     :param dsn: libpq URI of the target database.
@@ -134,12 +99,6 @@ class PostgresRecord:
     :param part: the part of a run whose sessions these are; empty for what is not done by one.
     :param convert: accept target tables whose types do not keep the source's values.
     """
-
-    dsn: str = field(repr=False)
-    pipeline: str
-    mode: Literal["mirror", "changelog"]
-    part: str = ""
-    convert: bool = False
 
     def prepare(
         self,
@@ -258,13 +217,6 @@ class PostgresRecord:
         query = "UPDATE airflow_cdc.pipelines SET source = source || %s WHERE pipeline = %s"
         rows(connection, query, [json.dumps(values), self.pipeline])
 
-    @contextmanager
-    def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.contract.CommitRecord.fenced`."""
-        with self._transaction() as connection:
-            self._fence(connection, epoch, "FOR SHARE")
-            yield
-
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.contract.Sink.missing`."""
         with self._transaction() as connection:
@@ -342,140 +294,6 @@ class PostgresRecord:
                 f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",
             )
 
-    def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.contract.CommitRecord.take_epoch`."""
-        failpoint("before-epoch")
-        epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
-        failpoint("after-epoch")
-        return epoch
-
-    def _next_epoch(self, owner: str, at_least: int) -> int:
-        with self._transaction() as connection:
-            self._limit_waiting(connection)
-            # UPDATE, of columns that are no key, would not wait for pieces that are being staged.
-            rows(connection, "SELECT FROM airflow_cdc.pipelines WHERE pipeline = %s FOR UPDATE", [self.pipeline])
-            # By the clock, so that no epoch comes twice: a record that is restored or made anew would count again from
-            # where it has been, and a run of then could commit under the epoch of one of now.
-            query = (
-                "UPDATE airflow_cdc.pipelines SET owner = %s,"
-                " epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, %s)"
-                " WHERE pipeline = %s RETURNING epoch"
-            )
-            return int(scalar(connection, query, [owner, at_least, self.pipeline]))
-
-    @staticmethod
-    def _limit_waiting(connection: Connection) -> None:
-        rows(connection, "SELECT set_config('lock_timeout', %s, true)", [f"{int(COMMIT_SECONDS * 1000)}ms"])
-
-    def _insistently(self, step: Callable[[], T]) -> T:
-        """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""
-        try:
-            return step()
-        except Blocked:
-            self.end_sessions()
-            return step()
-
-    def end_sessions(self) -> None:
-        """See :meth:`.contract.CommitRecord.end_sessions`."""
-        # The names of the parts begin with that of the pipeline, which has no space.
-        theirs = (
-            "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
-            " AND (application_name = %(name)s OR starts_with(application_name, %(name)s || ' '))"
-        )
-        values = {"name": self._application, "wait": int(COMMIT_SECONDS * 1000)}
-        with self._asked() as connection:
-            # All are told before the first is waited for: one in the midst of its commit still commits.
-            rows(connection, f"SELECT pg_terminate_backend(pid) {theirs}", values)
-            rows(connection, f"SELECT pg_terminate_backend(pid, %(wait)s) {theirs}", values)
-            left = rows(connection, f"SELECT pid {theirs}", values)
-        if left:
-            pids = ", ".join(str(pid) for (pid,) in left)
-            raise Blocked(
-                f"sessions {pids} of this pipeline in {describe(self.dsn)} have not ended within {COMMIT_SECONDS:g}"
-                " seconds of being told to, and may still commit",
-                "Look what they wait for (wait_event in pg_stat_activity), then start again.",
-            )
-
-    @property
-    def _application(self) -> str:
-        """The sessions' name, of the part's own even where the server would cut the part's name off."""
-        name = f"airflow-cdc sink {self.pipeline}"
-        if not self.part:
-            return name
-        whole = f"{name} {self.part}"
-        return whole if len(whole) <= _NAME_BYTES else f"{name} {zlib.crc32(self.part.encode()) & 0xFFFFF:05x}"
-
-    @contextmanager
-    def _transaction(self, rehearsal: bool = False, writes: bool = True) -> Iterator[Connection]:
-        """A transaction, which is committed at the end of the block, or for a rehearsal rolled back."""
-        settings = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
-        name = self._application
-        connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings, writes=writes)
-        try:
-            with _rolled_back_on_failure(connection):
-                # What of a user's constraints can wait is checked at the end.
-                rows(connection, "SET LOCAL synchronous_commit = on; SET CONSTRAINTS ALL DEFERRED")
-                yield connection
-                if rehearsal:
-                    connection.rollback()
-                else:
-                    connection.commit()
-        except psycopg2.Error as e:
-            if is_of_another(e, connection):
-                raise
-            raise self._refusal(e) from e
-        finally:
-            connection.close()
-
-    def _refusal(self, error: psycopg2.Error) -> CdcError:
-        """What an error of a transaction says to the user."""
-        if isinstance(error, psycopg2.errors.LockNotAvailable):
-            return self._blocked(error)
-        if isinstance(error, psycopg2.errors.ReadOnlySqlTransaction):
-            with connected(self.dsn) as asked:
-                standby = scalar(asked, "SELECT pg_is_in_recovery()")
-            if standby:
-                return ConnectionFailed(
-                    f"the sink {describe(self.dsn)} is a standby: {str(error).splitlines()[0]}",
-                    "Promote it, or point `sink.dsn` at the primary.",
-                )
-        return refusal_of(error, describe(self.dsn))
-
-    @contextmanager
-    def _asked(self, settings: Mapping[str, str] | None = None) -> Iterator[Connection]:
-        """An autocommitting connection for questions."""
-        with connected(self.dsn, settings=settings) as connection, of_sink(connection, describe(self.dsn)):
-            yield connection
-
-    def _blocked(self, error: psycopg2.Error) -> Blocked:
-        with connected(self.dsn) as connection:
-            recorded = scalar(connection, "SELECT to_regclass('airflow_cdc.tables') IS NOT NULL")
-            holders = rows(connection, _LOCK_HOLDERS, [self.pipeline, self._application]) if recorded else []
-        names = "; ".join(name for (name,) in holders) or "nobody any more"
-        where = f" ({error.diag.context.splitlines()[0]})" if error.diag.context else ""
-        return Blocked(
-            f"a lock in {describe(self.dsn)} was not to be had within the lock timeout{where}; locks on the pipeline's"
-            f" tables are held by: {names}",
-            "End these transactions, or wait for them; then start again. Build indexes with CREATE INDEX CONCURRENTLY.",
-        )
-
-    def _fence(self, connection: Connection, epoch: int, lock: _Lock) -> str:
-        """Lock the epoch row and return the applied LSN."""
-        found = rows(
-            connection,
-            f"SELECT epoch, applied_lsn::text FROM airflow_cdc.pipelines WHERE pipeline = %s {lock}",
-            [self.pipeline],
-        )
-        if not found:
-            raise Fenced(
-                f"the sink {describe(self.dsn)} has no commit record of pipeline {self.pipeline} any more",
-                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
-            )
-        ((current, applied),) = found
-        if current != epoch:
-            raise Fenced.by(f"pipeline {self.pipeline} in {describe(self.dsn)} is at", current, epoch)
-        return str(applied)
-
     def _targets(self, connection: Connection, labels: Collection[str] | None = None) -> dict[str, Target]:
         """The targets as recorded, by label.
 
@@ -489,20 +307,6 @@ class PostgresRecord:
         )
         targets = (Target(Table.from_dict(definition), schema, name) for definition, schema, name in found)
         return {target.table.label: target for target in targets}
-
-
-@contextmanager
-def _rolled_back_on_failure(connection: Connection) -> Iterator[None]:
-    """Roll back when the block fails, and raise what it has failed with, also where that has ended the session.
-
-    To close the connection would do it, too, but not wait until the server has let go of the locks.
-    """
-    try:
-        yield
-    except BaseException:
-        with suppress(psycopg2.Error):
-            connection.rollback()
-        raise
 
 
 def _exists(connection: Connection, target: Target) -> bool:

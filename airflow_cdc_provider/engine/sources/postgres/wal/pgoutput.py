@@ -28,8 +28,8 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import OpenTrans
 _EPOCH = 946_684_800_000_000  # 2000-01-01, where Postgres counts from, in microseconds since the Unix epoch
 _B, _C, _R, _I, _U, _D, _T = b"BCRIUDT"
 _KEY, _OLD, _NEW = b"KON"
-# By kind of message: how many rows it changes (for TRUNCATE, which changes one for each relation it lists, more is found
-# out later).
+# By kind of message: how many rows it changes. A TRUNCATE changes one for each relation it lists: more is found out
+# later.
 _CHANGES = np.zeros(256, np.int64)
 
 _CHANGES[[_I, _U, _D, _T]] = 1
