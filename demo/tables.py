@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
-from demo import shop
+from demo import shop, shop_writers
 from demo.dag_run import DagRun, verification_problems
 from demo.screen import Comparison, Moment, Screen, clock, comparison_table, facts, rate
 from demo.warehouse import POSTGRES, TITLES, WAREHOUSES, Warehouse, start_server
@@ -95,7 +95,7 @@ def begin(started: ExitStack, directory: Path, screen: Screen, sink: str) -> Sho
     screen.print(INTRODUCTION.format(sink=TITLES[sink]))
     stage = set_stage(started, directory, screen, sink)
     screen.print(f"\n{stage.file}:\n\n{stage.file.read_text(encoding='utf-8')}")
-    writers = started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
+    writers = started.enter_context(shop_writers.Writers(stage.source, TRANSACTIONS_PER_SECOND))
     screen.say(f"Customers buy from here on: {TRANSACTIONS_PER_SECOND:.0f} transactions a second.")
     return ShopRun(stage, screen, writers)
 
@@ -169,7 +169,7 @@ class ShopRun(DagRun[ShopMoment]):
     :param writers: who are at work.
     """
 
-    def __init__(self, stage: ShopStage, screen: Screen, writers: shop.Writers) -> None:
+    def __init__(self, stage: ShopStage, screen: Screen, writers: shop_writers.Writers) -> None:
         super().__init__(stage, screen)
         self._writers = writers
 

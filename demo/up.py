@@ -14,7 +14,7 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 from airflow_cdc_provider.engine.core.errors import CdcError
-from demo import shop
+from demo import shop_writers
 from demo.screen import Screen
 from demo.tables import ShopStage, set_stage
 from demo.work_directory import DAG, work_directory
@@ -41,7 +41,7 @@ def main() -> int:
     try:
         with work_directory(None) as directory, ExitStack() as started:
             stage = set_stage(started, directory, screen, scale=SCALE)
-            started.enter_context(shop.Writers(stage.source, TRANSACTIONS_PER_SECOND))
+            started.enter_context(shop_writers.Writers(stage.source, TRANSACTIONS_PER_SECOND))
             open_house(stage)
             screen.print(
                 ADVICE.format(

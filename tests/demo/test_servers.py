@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from demo import shop
+from demo import shop, shop_writers
 from local_servers import postgres
 from local_servers.postgres import PostgresServer, find_binaries
 from local_servers.process import Account, ServerError, find_free_port, start_guard
@@ -265,7 +265,7 @@ def test_writers_make_every_kind_of_change(make_server: ServerMaker, system_bina
     fill_shop(dsn)
     write(dsn, "SELECT pg_create_logical_replication_slot('kinds', 'test_decoding')")
 
-    with shop.Writers(dsn, rate=200) as writers:
+    with shop_writers.Writers(dsn, rate=200) as writers:
         assert await_condition(lambda: writers.transactions >= 1000, seconds=60)
     assert not writers.running
 
@@ -287,12 +287,12 @@ def test_writers_make_every_kind_of_change(make_server: ServerMaker, system_bina
 def test_writers_report_why_they_stopped(make_server: ServerMaker) -> None:
     server = make_server()
     fill_shop(server.dsn())
-    writers = shop.Writers(server.dsn())
+    writers = shop_writers.Writers(server.dsn())
     writers.start()
     assert await_condition(lambda: writers.transactions > 0, seconds=30)
 
     server.kill()
     assert await_condition(lambda: not writers.running, seconds=30)
 
-    with pytest.raises(shop.WritersFailed, match="server closed the connection"):
+    with pytest.raises(shop_writers.WritersFailed, match="server closed the connection"):
         writers.stop()

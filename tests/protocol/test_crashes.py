@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from demo import shop
+from demo import shop, shop_writers
 from tests.conftest import Databases
 from tests.support.audited import AUDITED, assert_exactly_once, writing
 from tests.support.pipelines import Command, PipelineUnderTest
@@ -57,7 +57,7 @@ def test_a_mirror(make_pipeline: Any) -> None:
     with psycopg.connect(source, autocommit=True) as connection:
         shop.create_schema(connection)
     shop.load(source, scale=0.01)
-    with shop.Writers(source, rate=60, connections=2) as writers:
+    with shop_writers.Writers(source, rate=60, connections=2) as writers:
         # Killed in the snapshot: both tasks have committed their first chunk, and the driver never hears of it.
         kill_when_paused(pipeline.start("run", failpoint="after-chunk-commit:pause"), 2)
         first = pipeline.finished_chunks()

@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, Olde
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt
-from airflow_cdc_provider.engine.sources.postgres.stream import unit_writer
+from airflow_cdc_provider.engine.sources.postgres.stream import schema_following, unit_writer
 from tests.conftest import Databases
 from tests.support.changelogs import assert_same_values
 from tests.support.pipelines import PipelineUnderTest
@@ -207,7 +207,8 @@ def test_a_move_of_which_half_has_to_wait(
             raise OlderTransactions("others are older", "They end.")
         return adopt(run, label, barriers)
 
-    monkeypatch.setattr(unit_writer, "adopt", waits_once)
+    for module in (unit_writer, schema_following):
+        monkeypatch.setattr(module, "adopt", waits_once)
     pipeline.source(MOVED)
     pipeline.apply()
     assert waited

@@ -9,7 +9,8 @@ from typing import Any
 from confluent_kafka import Producer
 
 from airflow_cdc_provider.engine.core.record import Mode, Target
-from airflow_cdc_provider.engine.kafka.cluster import Cluster, Received
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.consumer import Received
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import text_of
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings

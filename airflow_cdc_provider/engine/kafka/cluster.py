@@ -13,97 +13,54 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
-    ConfigError,
     ConnectionFailed,
-    LimitExceeded,
-    MissingPrivilege,
-    StreamFailed,
-    TargetConflict,
 )
 from airflow_cdc_provider.engine.kafka.addresses import Properties
-
-try:
-    from confluent_kafka import (
-        Consumer,
-        IsolationLevel,
-        KafkaError,
-        KafkaException,
-        TopicCollection,
-        TopicPartition,
-    )
-    from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
-except ImportError as e:
-    raise ConfigError(
-        "Kafka as a source or sink needs the package confluent-kafka, which is not installed",
-        "Install it where the driver and Airflow's workers run: pip install 'airflow-cdc-provider[kafka]'.",
-    ) from e
+from airflow_cdc_provider.engine.kafka.client import (
+    AdminClient,
+    ConfigResource,
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    NewTopic,
+    OffsetSpec,
+    ResourceType,
+    TopicCollection,
+    TopicPartition,
+)
+from airflow_cdc_provider.engine.kafka.client_errors import LOGIN, PASSING, UNKNOWN, failure_of
+from airflow_cdc_provider.engine.kafka.consumer import Received, received
+from airflow_cdc_provider.engine.kafka.topic import Topic
 
 REQUEST_SECONDS = 15.0
 
+
 _GROUP = "airflow_cdc"  # no offsets are committed, but a consumer must have the name of a group
+
+
 _PATIENCE = 60.0  # seconds for what the cluster does in the background, and for a read in which nothing comes
+
+
 _LOOK_SECONDS = 0.05
+
+
 _BUFFER_KIB = 16 << 10
+
+
 _FETCH_WAIT_MS = 10  # a long poll at a topic's end would only delay the word that it is the end
-_MESSAGES = 10_000
+
+
 _SHOWN = 3
 
-_UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
-_FORBIDDEN = (
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-)
-_LOGIN = (KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED)
-_PASSING = (
-    KafkaError.FENCED_LEADER_EPOCH,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.UNKNOWN_LEADER_EPOCH,
-)
-_OUT_OF_RANGE = (KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._AUTO_OFFSET_RESET)
-# The client tries on when replicas are lacking, so all that is told in the end may be that it took too long.
-_NOT_TAKEN = (
-    KafkaError._MSG_TIMED_OUT,
-    KafkaError.NOT_ENOUGH_REPLICAS,
-    KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
-)
-_TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 
 # What librdkafka has to say beside its errors, such as that a broker is out of reach for a moment.
 _log = logging.getLogger("airflow_cdc_provider.kafka")
 _log.setLevel(logging.ERROR)
-
-
-class Received(NamedTuple):
-    """A message that has been read."""
-
-    partition: int
-    offset: int
-    key: bytes | None
-    value: bytes | None
-
-
-@dataclass(frozen=True)
-class Topic:
-    """A topic that is there.
-
-    :param id: one that no topic of this name had before.
-    """
-
-    name: str
-    id: str
-    partitions: int
-
-    @property
-    def beginning(self) -> dict[int, int]:
-        """Offsets before all messages, by partition."""
-        return dict.fromkeys(range(self.partitions), 0)
 
 
 @dataclass(frozen=True)
@@ -156,7 +113,7 @@ class Cluster:
 
         def ask(admin: AdminClient) -> dict[str, Topic]:
             asked = admin.describe_topics(TopicCollection(list(names)), request_timeout=REQUEST_SECONDS)
-            answers = {name: _unless(_UNKNOWN, each) for name, each in asked.items()}
+            answers = {name: _unless(UNKNOWN, each) for name, each in asked.items()}
             there = {name: found for name, found in answers.items() if found is not None}
             return {name: Topic(name, str(found.topic_id), len(found.partitions)) for name, found in there.items()}
 
@@ -189,7 +146,7 @@ class Cluster:
         """Remove a topic if it is there."""
 
         def ask(admin: AdminClient) -> None:
-            _unless(_UNKNOWN, admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name])
+            _unless(UNKNOWN, admin.delete_topics([name], request_timeout=REQUEST_SECONDS)[name])
 
         deadline = time.monotonic() + _PATIENCE
         while self.topic(name) is not None:
@@ -283,7 +240,7 @@ class Cluster:
                 return ask(kept.client)
             except KafkaException as e:
                 error = kept.refused_login() or e.args[0]
-                if error.code() not in _PASSING or time.monotonic() > deadline:
+                if error.code() not in PASSING or time.monotonic() > deadline:
                     raise self.failure(error, what) from e
             _admins.pop((os.getpid(), self), None)
             time.sleep(_LOOK_SECONDS)
@@ -370,54 +327,8 @@ class Cluster:
             raise self.failure(e.args[0], what) from e
 
     def failure(self, error: KafkaError, what: str) -> CdcError:
-        """An error of the client as one of ours."""
-        code, said = error.code(), f"Kafka at {self.brokers}: {what}: {error.str()} ({error.name()})"
-        if code in _UNKNOWN:
-            return StreamFailed(said, "See who has removed the topic; then start again.")
-        if code in _FORBIDDEN:
-            page = "the documentation of the Kafka sink" if self.section == "sink" else "the documentation of topics"
-            return MissingPrivilege(said, f"Grant what {page} lists, see Privileges.")
-        if code in _LOGIN:
-            return ConnectionFailed(
-                said, f"Give user and password that the brokers know, by `{self.section}.properties` or the connection."
-            )
-        if code in _TOO_LARGE:
-            return LimitExceeded(
-                said,
-                "Nothing of it was applied. Raise max.message.bytes of the topic (`kafka-configs --alter`, and"
-                " `sink.topic_config` for topics to be made) and message.max.bytes of the client (`sink.properties`),"
-                " or leave the large column out by `columns`.",
-            )
-        if code == KafkaError.INVALID_RECORD:
-            return TargetConflict(
-                f"{said}: a compacted topic takes no message without a key, such as a TRUNCATE or the start of a table"
-                " that is read again as a whole",
-                "Set the topic's cleanup.policy to delete by `kafka-configs --alter`, and start again; once that has"
-                " been written, the topic can be compacted again.",
-            )
-        if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
-            return ConfigError(
-                f"{said}: sink.transaction_timeout is beyond the brokers' transaction.max.timeout.ms",
-                "Shorten it, or raise transaction.max.timeout.ms of the brokers.",
-            )
-        if code in (KafkaError._INVALID_ARG, KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
-            return ConfigError(
-                said,
-                f"Correct `{self.section}.properties`."
-                if self.section == "source"
-                else "Correct `sink.properties` or `sink.topic_config`.",
-            )
-        if code in (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.INVALID_PARTITIONS):
-            return ConfigError(said, "Correct `sink.replicas` or `sink.partitions`.")
-        if code in _OUT_OF_RANGE:
-            return StreamFailed(said, "See who has removed messages that were about to be read; then start again.")
-        if code in _NOT_TAKEN:
-            return ConnectionFailed(
-                said,
-                "See that the brokers run, and that as many replicas of the topic are in sync as its"
-                " min.insync.replicas asks for; then start again.",
-            )
-        return ConnectionFailed(said, "See that the brokers run and can be reached from here; then start again.")
+        """Return an error of the client as one of ours, see :func:`.failure_of`."""
+        return failure_of(error, self.brokers, self.section, what)
 
     def unreachable(self, what: str) -> ConnectionFailed:
         """What is raised when the cluster does not answer."""
@@ -446,10 +357,12 @@ class _Admin:
         """What a broker has said to our login, which a request that it does not answer then does not tell."""
         while self.client.poll(0):
             pass
-        return next((error for error in self.heard if error.code() in _LOGIN), None)
+        return next((error for error in self.heard if error.code() in LOGIN), None)
 
 
 _admins: dict[tuple[int, Cluster], _Admin] = {}
+
+
 _consumers: defaultdict[tuple[int, Cluster, bool], list[_Kept]] = defaultdict(list)
 
 
@@ -472,26 +385,3 @@ def _unless(codes: Sequence[int], asked: Any) -> Any:
 
 def _all(asked: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: each.result() for key, each in asked.items()}
-
-
-def received(consumer: Consumer, seconds: float) -> tuple[list[Received], dict[int, int]]:
-    """Messages that are there, and the offsets of the ends that have been reached behind them, by partition.
-
-    :param seconds: to wait for the first.
-    :raises KafkaException: when one is an error.
-    """
-    found, ends = [], {}
-    messages = consumer.consume(1, seconds)
-    if messages:
-        messages += consumer.consume(_MESSAGES, 0)
-    for message in messages:
-        error, partition, offset = message.error(), message.partition(), message.offset()
-        if error is None:
-            assert partition is not None
-            assert offset is not None
-            found.append(Received(partition, offset, message.key(), message.value()))
-        elif error.code() != KafkaError._PARTITION_EOF:
-            raise KafkaException(error)
-        elif partition is not None and offset is not None:
-            ends[partition] = offset
-    return found, ends

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.topic import Topic
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,20 @@ record says what has been applied.
 
 A unit is a chunk of the snapshot, an interval ``(start, end]`` of whole source
 transactions, or a re-read. Chunks are committed by the task that read them.
+
+Delivery: a unit may be staged more than once, and committed again after a crash
+between the store's commit and Spark's. A sink applies it once: what the record
+says to be applied is refused or skipped, and leftovers of earlier attempts are
+never applied.
+
+Order: units of the stream are committed in the order of the log, each beginning
+where the one before ended. Within a unit the effects of a table are applied in
+the order of the pieces. Chunks and re-reads are committed beside them, in any
+order; the record's watermarks tell the stream which of its changes they have.
+
+Concurrency: tasks stage and write chunks at the same time, on many hosts; one
+driver commits. Two drivers may be alive at once, of which one alone has the
+epoch: every step that changes something checks it in the same step.
 """
 
 from __future__ import annotations

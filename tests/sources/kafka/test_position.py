@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.record import Record
-from airflow_cdc_provider.engine.kafka.cluster import Topic
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sources.kafka.position import Found, Position, foremost, goes_on, with_truncates
 from airflow_cdc_provider.engine.sources.kafka.topics import behind, reached, with_all
 

@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target, Watermark
-from airflow_cdc_provider.engine.kafka.cluster import Topic
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.sinks.kafka import events, truncate_events
 from airflow_cdc_provider.engine.sinks.kafka.staging_topic import CHUNKS, Blob

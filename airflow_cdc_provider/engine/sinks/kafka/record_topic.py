@@ -20,7 +20,9 @@ from typing import Any
 from confluent_kafka import Consumer, TopicPartition
 
 from airflow_cdc_provider.engine.core.errors import Blocked, GateClosed, TargetConflict
-from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster, Received, Topic, received
+from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster
+from airflow_cdc_provider.engine.kafka.consumer import Received, received
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 
 PREFIX = "airflow_cdc."

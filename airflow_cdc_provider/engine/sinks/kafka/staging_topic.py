@@ -20,7 +20,9 @@ from typing import Any
 from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
 from airflow_cdc_provider.engine.core.errors import StagingLost
-from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster, Topic, received
+from airflow_cdc_provider.engine.kafka.cluster import REQUEST_SECONDS, Cluster
+from airflow_cdc_provider.engine.kafka.consumer import received
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX
 from airflow_cdc_provider.engine.sinks.kafka.transactions import tuned
 

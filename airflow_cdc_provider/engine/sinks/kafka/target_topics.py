@@ -17,8 +17,9 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, GateClosed, StreamFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.kafka.message_ranges import MessageRange, ranges_of
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sinks.kafka import truncate_events
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import Format
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX

@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.kafka.cluster import Topic
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sinks.kafka import events, truncate_events
 from airflow_cdc_provider.engine.sinks.kafka.record import KafkaRecord
 from airflow_cdc_provider.engine.sinks.kafka.staged_messages import pack, unpack

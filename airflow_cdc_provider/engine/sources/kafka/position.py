@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.record import Record
-from airflow_cdc_provider.engine.kafka.cluster import Topic
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, skips_of
 

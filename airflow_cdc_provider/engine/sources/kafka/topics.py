@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.kafka.cluster import Cluster, Topic
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 
 

@@ -301,22 +301,14 @@ class PostgresSource:
             found = slots.read_slot(source, self.settings.slot)
             lag_bytes, lag_seconds = (None, None) if record is None else record.lag(slots.flushed(source), time.time())
             trouble = trouble_of(lambda: self._continues(source, records)) if judge else None
+        shown = None if found is None else {**found.as_dict(), "budget": self._budget(found)}
+        return SourceStatus(lag_bytes, lag_seconds, shown, trouble=trouble)
+
+    def _budget(self, found: slots.SlotState) -> dict[str, Any]:
+        """Return what the slot may keep of the log, and how near it is to that."""
         budget = budget_of(self.pipeline)
-        return SourceStatus(
-            lag_bytes,
-            lag_seconds,
-            None
-            if found is None
-            else found.as_dict()
-            | {
-                "budget": {
-                    "max_retained_bytes": budget.limit,
-                    "action": budget.action,
-                    "level": budget.level(found.retained),
-                }
-            },
-            trouble=trouble,
-        )
+        level = budget.level(found.retained)
+        return {"max_retained_bytes": budget.limit, "action": budget.action, "level": level}
 
     def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:
         """See :meth:`.Source.verify`."""

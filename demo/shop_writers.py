@@ -1,0 +1,242 @@
+"""Processes that change a shop as customers and clerks do, at a pace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.sharedctypes import Synchronized
+from types import TracebackType
+from typing import Any, Self
+
+import psycopg
+from psycopg import errors
+
+from airflow_cdc_provider.engine.core.errors import CdcError
+from demo.shop import STATEMENTS, TOASTED_EVERY, TRANSACTIONS
+
+
+class WritersFailed(CdcError):
+    """The writers could not go on."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The highest numbers in the tables when a writer begins."""
+
+    customers: int
+    orders: int
+    events: int
+
+    @classmethod
+    def read(cls, connection: psycopg.Connection[Any]) -> _Sizes:
+        row = connection.execute(
+            "SELECT coalesce(max(id), 1), (SELECT coalesce(max(order_no), 1) FROM shop.orders),"
+            " (SELECT coalesce(max(substr(id, 7, 9)::bigint), 1) FROM shop.events) FROM shop.customers"
+        ).fetchone()
+        assert row is not None
+        return cls(*row)
+
+
+class _Writer:
+    """One connection's share of the work; its choices follow from the seed."""
+
+    def __init__(self, connection: psycopg.Connection[Any], sizes: _Sizes, seed: int, index: int, writers: int) -> None:
+        self._connection = connection
+        self._sizes = sizes
+        self._random = random.Random(seed * 1000 + index)
+        self._label = f"~{seed}.{index}"
+        # Writers count in steps of their number, each from a start of its own, so new keys never meet.
+        self._new = max(sizes.customers, sizes.orders) + index
+        self._step = writers
+
+    def transact(self) -> bool:
+        """Run one transaction; whether it was committed rather than lost to a conflict."""
+        chosen = self._random.choices(TRANSACTIONS, weights=[weight for weight, _ in TRANSACTIONS])[0][1]
+        values = self._draw()
+        try:
+            with self._connection.transaction():
+                for step in chosen:
+                    self._perform(step, values)
+        except (errors.UniqueViolation, errors.DeadlockDetected, errors.SerializationFailure):
+            return False
+        return True
+
+    def _perform(self, step: str, values: dict[str, Any]) -> None:
+        if step == "next line":
+            values["line"] += 1
+        elif step == "next event":
+            values["event"] = self._event()
+        else:
+            self._connection.execute(STATEMENTS[step], values)
+
+    def _draw(self) -> dict[str, Any]:
+        """The values of one transaction; statements take what they name."""
+        self._new += self._step
+        draw = self._random
+        number = draw.randint(1, self._sizes.events)
+        return {
+            "new": self._new,
+            "line": 1,
+            "customer": draw.randint(1, self._sizes.customers),
+            "order": draw.randint(1, max(self._sizes.orders, self._new)),
+            "event": self._event(),
+            "number": number,
+            "suffix": f"{self._label}.{self._new}",
+            "seed": f"{self._label}.{self._new}",
+            "amount": draw.randint(1, 99_999) / 100,
+            "text": draw.choice(["", "plain", "it's", 'say "hi"', "back\\slash", "a\tb\nc", "\\N", "łódź 🚲", "{,}"]),
+            "document": json.dumps({"writer": self._label, "n": number, "note": draw.choice([None, "ü", '"'])}),
+        }
+
+    def _event(self) -> str:
+        """Where to look for an event: half of the time at one whose body is stored out of line."""
+        number = self._random.randint(1, self._sizes.events)
+        if self._random.random() < 0.5:
+            number -= number % TOASTED_EVERY
+        return f"event-{number:09}"
+
+
+@dataclass
+class _Pace:
+    """Spreads transactions evenly over time."""
+
+    interval: float
+    _due: float = field(default_factory=time.monotonic)
+
+    def delay(self) -> float:
+        """Seconds until the next may begin; a stall of more than a second is not made up for."""
+        now = time.monotonic()
+        self._due = max(self._due + self.interval, now - 1.0)
+        return max(0.0, self._due - now)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the writers' process is told."""
+
+    dsn: str
+    rate: float
+    connections: int
+    seed: int
+
+
+def _write(work: _Work, index: int, halt: threading.Event, count: Callable[[], None]) -> None:
+    """One connection's loop, until halted."""
+    with psycopg.connect(
+        work.dsn, autocommit=True, application_name="shop writer", client_encoding="UTF8"
+    ) as connection:
+        writer = _Writer(connection, _Sizes.read(connection), work.seed, index, work.connections)
+        pace = _Pace(work.connections / work.rate)
+        while not halt.wait(pace.delay()):
+            if writer.transact():
+                count()
+
+
+def _run(work: _Work, committed: Synchronized[int], control: Connection) -> None:
+    """The writers' process: threads write until the other end of ``control`` speaks or is gone."""
+    # An interrupt at the terminal is for our owner, who stops us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    halt = threading.Event()
+
+    def count() -> None:
+        with committed.get_lock():
+            committed.value += 1
+
+    def write(index: int) -> None:
+        try:
+            _write(work, index, halt, count)
+        except psycopg.Error as error:
+            halt.set()
+            with contextlib.suppress(OSError):
+                control.send(" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."))
+        except BaseException:
+            halt.set()
+            raise
+
+    with ThreadPoolExecutor(max_workers=work.connections) as pool:
+        writing = [pool.submit(write, index) for index in range(work.connections)]
+        while not halt.is_set():
+            if wait([control], timeout=0.2):
+                halt.set()
+        for each in writing:
+            each.result()
+
+
+class Writers:
+    """Connections that change the shop at a steady rate, in a process of their own.
+
+    Use it as a context manager, or ``start`` and ``stop``. As with every spawned
+    process, a script that uses it needs the ``if __name__ == "__main__"`` guard.
+
+    :param rate: transactions a second of all connections together.
+    """
+
+    def __init__(self, dsn: str, rate: float = 300.0, connections: int = 4, seed: int = 1) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        self._theirs: Connection | None = theirs
+        self._committed: Synchronized[int] = context.Value("Q", 0)
+        self._process: SpawnProcess = context.Process(
+            target=_run, args=(_Work(dsn, rate, connections, seed), self._committed, theirs), name="shop writers"
+        )
+        self._process.daemon = True
+
+    @property
+    def transactions(self) -> int:
+        """How many transactions were committed so far."""
+        return self._committed.value
+
+    @property
+    def running(self) -> bool:
+        """Whether the writers are at work."""
+        return self._process.is_alive()
+
+    def start(self) -> None:
+        """Begin to write; returns at once."""
+        self._process.start()
+        if self._theirs is not None:
+            # The process holds the other end alone, so that each sees the other's end.
+            self._theirs.close()
+            self._theirs = None
+
+    def stop(self) -> None:
+        """End after the transactions under way have been committed; raises what stopped the writers before."""
+        with contextlib.suppress(OSError):
+            self._control.send("stop")
+        self._process.join()
+        reports = self._reports()
+        if reports or self._process.exitcode != 0:
+            raise WritersFailed(
+                f"The shop's writers stopped after {self.transactions} transactions: "
+                f"{'; '.join(reports) or f'exit code {self._process.exitcode}'}.",
+                "Check that the source server is running and the shop's tables exist.",
+            )
+
+    def _reports(self) -> list[str]:
+        """What the process sent before it ended."""
+        reports = []
+        with contextlib.suppress(EOFError, OSError):
+            while self._control.poll():
+                reports.append(str(self._control.recv()))
+        return sorted(set(reports))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A failure of the writers must not hide the error that ends the block.
+        with contextlib.suppress(*(() if kind is None else (WritersFailed,))):
+            self.stop()
