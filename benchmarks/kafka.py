@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
+from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.stream_job import Goal, TopicJob
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunks
@@ -217,8 +217,7 @@ def _to_kafka(lab: KafkaLab, topic: str, rows: int) -> tuple[float, list[Message
 def _follow(lab: KafkaLab, pipeline: Pipeline) -> float:
     """The job over all messages that a topic has, from its query's start to the commit of the last unit."""
     commands.provision(pipeline)
-    assert pipeline.topics is not None
-    goal = Goal.now(Topics(pipeline.topics))
+    goal = Goal.now(Topics(topic_settings(pipeline)))
     with lab.session() as spark, run_part(pipeline, "stream", None) as (run, _):
         started = time.monotonic()
         TopicJob(spark, run, lambda progress: None).follow(None, goal)

@@ -2,7 +2,7 @@
 
 Each starts its servers and a real Airflow, writes to the source, runs the Dag
 ``cdc_pipeline`` by Airflow's REST API, and compares source and target in the end:
-:mod:`.staging_tables` copies a Postgres shop to any kind of store, :mod:`.kafka` makes
+:mod:`.tables` copies a Postgres shop to any kind of store, :mod:`.topics` makes
 windows of events in Kafka. Everything that is started ends with the demo.
 """
 

@@ -42,12 +42,17 @@ class AirflowClient:
 
     @property
     def healthy(self) -> bool:
-        """Whether the API server answers and finds all others alive."""
+        """Whether the API server answers, also to tasks, and finds all others alive."""
         try:
             answer = self._http.get("/api/v2/monitor/health")
+            parts = answer.json() if answer.is_success else {}
+            if not parts or any(parts[part]["status"] != "healthy" for part in HEALTHY_PARTS):
+                return False
+            # Airflow makes the API of its tasks at the first request to it, and answers nobody meanwhile: on a busy
+            # machine for longer than a task waits, which is then tried again.
+            return not self._http.get("/execution/health").is_server_error
         except httpx.TransportError:
             return False
-        return answer.is_success and all(answer.json()[part]["status"] == "healthy" for part in HEALTHY_PARTS)
 
     def request(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """One request to the REST API, whatever the answer."""

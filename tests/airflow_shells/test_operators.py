@@ -333,5 +333,5 @@ def test_the_engine_is_packed_without_what_needs_airflow(tmp_path: Path) -> None
     names = zipfile.ZipFile(spark_job.pack_engine(tmp_path)).namelist()
 
     assert "airflow_cdc_provider/__init__.py" in names
-    assert "airflow_cdc_provider/engine/config.py" in names
+    assert "airflow_cdc_provider/engine/pipeline/pipeline.py" in names
     assert all(name.startswith("airflow_cdc_provider/engine/") for name in names[1:])

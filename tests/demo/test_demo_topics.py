@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from demo.__main__ import TOPICS
 from demo.events import (
     ABORTED,
@@ -113,7 +114,7 @@ def test_the_pipeline_files_can_be_read_and_have_no_address(name: str, tmp_path:
     path = write_pipeline(tmp_path, case.topic, case.text, **case.parts)
     connections = {"AIRFLOW_CONN_DEMO_KAFKA": "kafka://h:9092", "AIRFLOW_CONN_DEMO_MARIADB": "mysql://root@h:1/"}
 
-    source = Pipeline.load(path, connections).topics
+    source = topic_settings(Pipeline.load(path, connections))
 
     assert source is not None
     assert (source.topics, source.dead_letters) == ((case.topic,), case.unreadable or "")

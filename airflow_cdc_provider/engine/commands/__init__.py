@@ -1,8 +1,8 @@
 """What a user can ask of a pipeline, a function for each command, for the command line and for Airflow.
 
 Each takes a pipeline, is idempotent, returns plain JSON values and raises :class:`.CdcError`. ``run``, ``snapshot`` and
-``stream`` start Spark; the others do not. Importing this package imports nothing else: waiting for a pipeline must not
-cost a process what copying it needs.
+``stream`` start Spark; so do others where the source or a sink needs it. Importing this package imports nothing else:
+waiting for a pipeline must not cost a process what copying it needs.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ def snapshot(
     :param epoch: of the run that this is a part of; ``None`` for a run of its own.
     :param chunks: only these; ``None`` for all.
     """
-    from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
     from airflow_cdc_provider.engine.spark.session import outliving
 
     part, nothing = part_of(chunks), {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}

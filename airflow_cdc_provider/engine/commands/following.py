@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.commands.run_start import require_copied, run_with_spark
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.stream_end import Ending
@@ -12,10 +13,6 @@ from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.heartbeat import STREAM
-
-if TYPE_CHECKING:
-    pass
-from airflow_cdc_provider.engine.commands.report import Report, silent
 
 
 def stream(

@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.commit_records import existing_record, require_targets, sink_of
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.metrics import require_client
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
@@ -25,14 +25,6 @@ from airflow_cdc_provider.engine.state.location import refuse_others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-from typing import TYPE_CHECKING
-
-from airflow_cdc_provider.engine.runs.commit_records import record_if_any
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-    from airflow_cdc_provider.engine.runs.run import Run
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ class Checks:
     :param around: entered for each check by its name: turns what drivers raise into :class:`.CdcError`.
     """
 
-    around: Callable[[str], AbstractContextManager[object]] = nullcontext
+    around: Callable[[str], AbstractContextManager[object]]
     findings: list[Finding] = field(default_factory=list)
 
     def run(self, check: str, function: Callable[[], T], describe: Callable[[T], str] = str) -> T | None:

@@ -108,7 +108,7 @@ class Record:
         return not self.unfinished and self.applied >= self.high
 
     def lag(self, end: int, now: float) -> tuple[int, float]:
-        """How far it is behind the end of a log, see :func:`~airflow_cdc_provider.engine.runs.lag.behind`."""
+        """How far it is behind the end of a log, see :func:`behind`."""
         return behind(self.applied, self.advanced, end, now)
 
 

@@ -26,6 +26,10 @@ class SourceSettings(Protocol):
         """What is read, as the file names it."""
 
     @property
+    def columns_key(self) -> str:
+        """Path of the key that decides which columns the tables have, for messages."""
+
+    @property
     def database(self) -> str | None:
         """Name of the database that is read; ``None`` where the source has no such name."""
 

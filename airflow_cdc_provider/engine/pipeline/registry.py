@@ -69,8 +69,8 @@ def _plugin(side: Side, name: str) -> Any:
     if not hasattr(plugin, "settings"):
         raise ConfigError(
             f"{side}.type: {name!r} is registered as {found.value}, which is no plugin: it has no `settings`",
-            f"Install a version of the package that brings this {side} which registers a plugin, as"
-            f" docs/{side}s/custom.md describes; until 0.1 the class of the settings was registered.",
+            f"Install a version of the package that brings this {side} which registers a plugin: the class of the"
+            " settings, which was registered before, is an attribute of it.",
         )
     return plugin()
 

@@ -1,4 +1,4 @@
-"""How far a stream is."""
+"""How far a stream or a snapshot is."""
 
 from __future__ import annotations
 

@@ -65,7 +65,6 @@ from airflow_cdc_provider.engine.state.location import refuse_others
 
 _log = logging.getLogger(__name__)
 _BEAT_SECONDS = 2.0
-_RELEASE_SECONDS = 5.0
 KILL_SECONDS = 4.0
 """So long a job that is to be killed may take to end its unit."""
 
@@ -162,6 +161,7 @@ class Run:
         """Work by other settings of the source from now on: the file has been edited meanwhile."""
         for run in {self, *self.branches}:
             run.pipeline = replace(run.pipeline, source=source)
+            run.source = attached(run.pipeline)
 
     def name_application(self, application: str, ui: str | None) -> None:
         """Say from now on which Spark application the part is, and at which address its web UI is."""

@@ -20,6 +20,8 @@ from airflow_cdc_provider.engine.state.heartbeat import (
     read_heartbeats,
 )
 
+_CLOCK_SECONDS = 10.0  # clocks of hosts may differ by so much
+
 
 def refuse_second_writer(state: State, epoch: int, part: str | None, takeover: bool) -> None:
     """Refuse to go on while another process works on the pipeline.
@@ -76,6 +78,3 @@ def require_latest(state: State, epoch: int) -> None:
     for beat in read_heartbeats(state):
         if beat.epoch > epoch:
             raise Fenced.by(f"{beat.owner} works under", beat.epoch, epoch)
-
-
-_CLOCK_SECONDS = 10.0  # clocks of hosts may differ by so much

@@ -107,8 +107,8 @@ def changelog_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
     for table in tables if pipeline.sink.mode == "changelog" else ():
         if taken := sorted(CHANGELOG_NAMES & {column.name for column in table.columns}):
             raise ConfigError(
-                f"source: {table.label} has columns of the names {', '.join(taken)}, which the changelog gives columns"
-                " of its own",
+                f"{pipeline.source.columns_key}: {table.label} has columns of the names {', '.join(taken)}, which the"
+                " changelog gives columns of its own",
                 "Leave them out with `columns`, rename them at the source (in `sql` by AS), or use sink.mode: mirror.",
             )
     return "No column has a name that the changelog needs."

@@ -8,7 +8,7 @@ told that it may forget what the unit was made of.
 
 Concurrency: one run at a time has the epoch, see :mod:`.runs.source`; commands that only look may be at work beside it.
 
-A source of another package is registered as docs/sources/custom.md describes.
+A source of another package is registered by an entry point, see :mod:`.registry`.
 """
 
 from __future__ import annotations

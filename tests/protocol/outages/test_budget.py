@@ -14,9 +14,9 @@ from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, SlotBudget
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import read_slot
-from airflow_cdc_provider.engine.runs import restarting
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_free_slot, end_walsender
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from airflow_cdc_provider.engine.state.files import State
@@ -130,7 +130,7 @@ def test_nobody_takes_over_while_the_slot_is_dropped(
         seen.append(1)
         drop_free_slot(*arguments)
 
-    monkeypatch.setattr(restarting, "drop_free_slot", drop)
+    monkeypatch.setattr(slot, "drop_free_slot", drop)
     assert isinstance(beyond_the_budget(pipeline, lambda: None), SlotBudgetExceeded)
     assert seen
     assert not has_slot(pair, pipeline)
@@ -145,7 +145,7 @@ def test_a_run_that_is_overtaken_while_it_ends_its_reader_leaves_the_slot_alone(
         end_walsender(*arguments)
         pipeline.target("SET lock_timeout = '200ms'; UPDATE airflow_cdc.pipelines SET epoch = epoch + 1")
 
-    monkeypatch.setattr(restarting, "end_walsender", end)
+    monkeypatch.setattr(slot, "end_walsender", end)
     assert isinstance(beyond_the_budget(pipeline, lambda: None), Fenced)
     assert has_slot(pair, pipeline)
 
@@ -162,7 +162,7 @@ def test_a_run_that_is_overtaken_before_it_ends_its_reader_leaves_the_others_alo
         readers.append(WalReader(names.dsn, names.slot, names.publication, pipeline.record.applied))
         end_walsender(*arguments)
 
-    monkeypatch.setattr(restarting, "end_walsender", end)
+    monkeypatch.setattr(slot, "end_walsender", end)
     try:
         assert isinstance(beyond_the_budget(pipeline, lambda: None), Fenced)
         with connected(pair.source.dsn()) as source:

@@ -29,6 +29,7 @@ from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.table import Column
+from airflow_cdc_provider.engine.sinks.delta.plugin import DeltaPlugin
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.table_definition import Plan, Present, plan
@@ -395,7 +396,7 @@ def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
 
 def test_the_configuration_of_spark_is_not_shown(tmp_path: Path) -> None:
     settings = DeltaSettings(str(tmp_path)).with_spark({"spark.hadoop.fs.s3a.secret.key": "s3cret"})
-    assert "s3cret" not in repr(settings.open("p"))
+    assert "s3cret" not in repr(DeltaPlugin().open(settings, "p"))
 
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,8 +16,10 @@ from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, S
 from airflow_cdc_provider.engine.core.findings import Checks
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.sink_checks import targets_of
 from airflow_cdc_provider.engine.sinks.delta import spark_errors as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.checks import check
+from airflow_cdc_provider.engine.sinks.delta.plugin import DeltaPlugin
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
@@ -39,7 +42,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(root: Path, target: Target = TARGET, catalog: str | None = None) -> tuple[DeltaSink, int]:
-    sink = DeltaSettings(str(root), catalog).open("p")
+    sink = DeltaPlugin().open(DeltaSettings(str(root), catalog), "p")
     assert isinstance(sink, DeltaSink)
     sink.prepare([target], [WHOLE], IDENTITY, 100)
     return sink, sink.take_epoch("test")
@@ -139,8 +142,9 @@ def test_a_table_that_would_not_keep_the_rows_is_refused_before_anything_is_writ
     pipeline = Pipeline.parse(
         {"pipeline": "p", "source": {"dsn": "postgresql://h/d", "tables": [LABEL]}, "sink": sink, "state": "file:///x"}
     )
-    checks = Checks()
-    check(cast(DeltaSettings, pipeline.sink), checks, pipeline, [TABLE])
+    checks = Checks(nullcontext)
+    settings = cast(DeltaSettings, pipeline.sink)
+    check(settings, DeltaPlugin().open(settings, "p"), checks, targets_of(pipeline, [TABLE]))
     (error,) = [finding.error for finding in checks.findings if finding.check == "target tables"]
     if not named:
         assert error is None
@@ -159,7 +163,7 @@ def test_of_a_changelog_only_what_every_event_has_may_be_not_null(spark: SparkSe
     columns = "_op STRING NOT NULL, _commit_lsn BIGINT NOT NULL, _seq BIGINT, _xid BIGINT, _commit_ts TIMESTAMP"
     columns = f"id BIGINT {{}}, note STRING, amount DECIMAL(10,2), {columns}, _before STRING, _unchanged ARRAY<STRING>"
     table = f"delta.`{tmp_path}/copy/Ord ers`"
-    sink = DeltaSettings(str(tmp_path), mode="changelog").open("p")
+    sink = DeltaPlugin().open(DeltaSettings(str(tmp_path), mode="changelog"), "p")
     spark.sql(
         f"CREATE TABLE {table} ({columns.format('NOT NULL')}) USING delta TBLPROPERTIES (delta.appendOnly = true)"
     )

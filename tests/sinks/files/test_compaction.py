@@ -18,6 +18,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError, Failpoint, Gate
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sinks.files.compaction import Compacted, Compaction
 from airflow_cdc_provider.engine.sinks.files.data_file import DataFile
 from airflow_cdc_provider.engine.sinks.files.data_writer import note_of
@@ -284,7 +285,7 @@ def test_a_pipeline_is_compacted_by_its_file(tmp_path: Path) -> None:
     pipeline = pipeline_file({"type": "files", "path": str(tmp_path / "lake")}, tmp_path)
     with pytest.raises(GateClosed):
         commands.maintain(pipeline)
-    made = pipeline.sink.open("shop")
+    made = sink_of(pipeline)
     assert isinstance(made, FilesSink)
     made.prepare([TARGET], CHUNKS, SOURCE, 50)
     fill(made, made.take_epoch("me"))

@@ -9,6 +9,7 @@ from confluent_kafka.admin import AclOperation, ResourceType
 
 from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPrivilege
+from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from tests.conftest import Databases
 from tests.kafka.test_server import USER, grant
@@ -39,7 +40,7 @@ def test_a_login_is_used_by_all_and_shown_by_none(databases: Databases, server_d
         assert "password" in found.error.solution
 
         pipeline.change(source={"properties": {**login, "sasl.password": USER.password}})
-        topics = pipeline.pipeline.topics
+        topics = topic_settings(pipeline.pipeline)
         assert topics is not None
         with pytest.raises(MissingPrivilege):
             Topics(topics).named()

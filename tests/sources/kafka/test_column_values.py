@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage
 from airflow_cdc_provider.engine.sources.kafka.query import lineage_in, result
-from airflow_cdc_provider.engine.sources.kafka.settings import TopicSettings
+from airflow_cdc_provider.engine.sources.kafka.settings import TopicSettings, topic_settings
 from tests.pipeline.test_pipeline import document
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
@@ -141,7 +141,7 @@ def spark() -> Iterator[SparkSession]:
 def source_of(columns: str | None = COLUMNS, **source: Any) -> TopicSettings:
     section = {"type": "kafka", "brokers": "nowhere:1", "topics": ["t"], "table": "public.t", **source}
     section |= {} if columns is None else {"columns": columns}
-    found = Pipeline.parse(document(source=section, sink__mode="changelog")).topics
+    found = topic_settings(Pipeline.parse(document(source=section, sink__mode="changelog")))
     assert found is not None
     return found
 

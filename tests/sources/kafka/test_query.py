@@ -13,6 +13,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFaile
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, result, shape_of
+from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
 from tests.pipeline.test_pipeline import document
 from tests.support.pipelines import SPARK_CONF
@@ -180,7 +181,7 @@ def test_no_condition_of_the_query_passes_over_a_bad_message(
     spark: SparkSession, source: dict[str, Any], value: bytes | None
 ) -> None:
     """Spark puts conditions together, and those first by which most rows are left out: such as that id is there."""
-    topics = pipeline("SELECT id FROM messages WHERE id > 1 AND _topic = 't'", **source).topics
+    topics = topic_settings(pipeline("SELECT id FROM messages WHERE id > 1 AND _topic = 't'", **source))
     assert topics is not None
     columns = "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp"
     raw = spark.createDataFrame([(None, value, "t", 0, 5, None)], columns)
@@ -192,7 +193,7 @@ def test_no_condition_of_the_query_passes_over_a_bad_message(
 
 
 def test_what_the_registry_says_reaches_the_driver(spark: SparkSession) -> None:
-    topics = pipeline("SELECT id FROM messages", format="avro", registry="http://127.0.0.1:1").topics
+    topics = topic_settings(pipeline("SELECT id FROM messages", format="avro", registry="http://127.0.0.1:1"))
     assert topics is not None
     columns = "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp"
     raw = spark.createDataFrame([(None, b"\x00\x00\x00\x00\x07x", "t", 0, 5, None)], columns)

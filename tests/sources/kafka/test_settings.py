@@ -13,7 +13,8 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.kafka.addresses import java_properties
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
-from airflow_cdc_provider.engine.sources.kafka.settings import _RESERVED, PACKAGE
+from airflow_cdc_provider.engine.sources.kafka.settings import _RESERVED, PACKAGE, topic_settings
+from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from tests.pipeline.test_pipeline import document
 
 ROOT = Path(__file__).parents[3]
@@ -35,12 +36,11 @@ def parse(environment: dict[str, str] | None = None, **changes: Any) -> Pipeline
 
 def test_defaults() -> None:
     pipeline = parse()
-    topics = pipeline.topics
-    assert topics is not None
+    topics = topic_settings(pipeline)
     assert (topics.brokers, topics.topics, topics.pattern) == ("one:9092,two:9092", ("clicks",), "")
     assert (topics.starting, topics.format, topics.late, topics.dead_letters) == ("earliest", "json", "drop", "")
     assert topics.schema_and_name == ("public", "sums")
-    assert pipeline.captured == ("clicks",)
+    assert pipeline.source.captured == ("clicks",)
     assert PACKAGE in pipeline.spark_conf["spark.jars.packages"]
 
 
@@ -56,12 +56,11 @@ def test_the_package_comes_beside_those_of_sinks_and_file() -> None:
 
 def test_a_pipeline_over_topics_has_no_slot() -> None:
     with pytest.raises(ConfigError, match="no replication slot"):
-        parse().source
+        postgres_settings(parse())
 
 
 def test_a_pattern_is_of_whole_names() -> None:
-    topics = parse(topics=None, pattern="a|shop", bad_records={"dead_letter": "shop-dead"}).topics
-    assert topics is not None
+    topics = topic_settings(parse(topics=None, pattern="a|shop", bad_records={"dead_letter": "shop-dead"}))
     names = ("a", "shop", "shops", "my-shop", "__shop")
     assert [name for name in names if topics.reads(name)] == ["a", "shop"]
     assert topics.topic_options == {"subscribePattern": "^(?!__)(?:a|shop)$"}
@@ -89,8 +88,7 @@ def test_a_checkpoint_shares_its_folder_with_others_and_removes_nothing_of_their
 def test_passwords_go_to_java_and_are_shown_nowhere() -> None:
     given = {"security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "u"}
     pipeline = parse({"PW": 'p"\\w'}, properties={**given, "sasl.password": "${PW}", "ssl.ca.location": "/ca.pem"})
-    topics = pipeline.topics
-    assert topics is not None
+    topics = topic_settings(pipeline)
     assert topics.secrets == ('p"\\w',)
     assert 'p"' not in repr(pipeline)
     options = topics.client_options
@@ -104,8 +102,7 @@ def test_passwords_go_to_java_and_are_shown_nowhere() -> None:
 def test_certificates_go_to_java() -> None:
     given = {"ssl.ca.pem": "ca", "ssl.key.pem": "key", "ssl.certificate.pem": "chain", "ssl.key.password": "pw"}
     pipeline = parse(properties=given)
-    topics = pipeline.topics
-    assert topics is not None
+    topics = topic_settings(pipeline)
     assert java_properties(topics.properties) == {
         "ssl.truststore.type": "PEM",
         "ssl.truststore.certificates": "ca",
@@ -132,8 +129,7 @@ def test_what_the_engine_decides_is_not_left_to_properties() -> None:
         assert f"`{name}`" in told
         with pytest.raises(ConfigError, match=f"source.properties: {name} cannot be set"):
             parse(properties={name: "read_uncommitted", "client.id": "ours"})
-    topics = parse(properties={"client.id": "ours", "message.max.bytes": "5000000"}).topics
-    assert topics is not None
+    topics = topic_settings(parse(properties={"client.id": "ours", "message.max.bytes": "5000000"}))
     assert java_properties(topics.properties) == {"client.id": "ours", "max.request.size": "5000000"}
     assert java_properties((("sasl.mechanisms", "PLAIN"),)) == {"sasl.mechanism": "PLAIN"}
 
@@ -147,15 +143,14 @@ def test_what_the_engine_decides_is_not_left_to_properties() -> None:
     ],
 )
 def test_a_connection_of_airflow(connection: str) -> None:
-    topics = parse({"AIRFLOW_CONN_CLICKS": connection}, brokers=None, conn_id="clicks").topics
-    assert topics is not None
+    topics = topic_settings(parse({"AIRFLOW_CONN_CLICKS": connection}, brokers=None, conn_id="clicks"))
     assert topics.brokers == "one:9092"
     assert dict(topics.properties) == {"sasl.username": "user", "sasl.password": "secret"}
 
 
 def test_dags_are_parsed_without_connections() -> None:
     source = {**SOURCE, "brokers": "${BROKERS}", "properties": {"sasl.password": "${PW}"}}
-    assert Pipeline.parse(document(source=source), {}, resolve=False).captured == ("clicks",)
+    assert Pipeline.parse(document(source=source), {}, resolve=False).source.captured == ("clicks",)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What an entry of the log has decided to be done to tables: JSON values, which say it to whoever does it.
 
-The log has a section of its own for a Delta sink, see :mod:`..changes`: ``made``, the labels of the tables whose
+The log has a section of its own for a Delta sink, see :mod:`.record_contents`: ``made``, the labels of the tables whose
 targets have been made.
 """
 

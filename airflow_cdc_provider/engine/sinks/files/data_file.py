@@ -1,6 +1,6 @@
 """Data files, and what the log says of them. Pure decisions.
 
-The log has three sections of its own for a files sink, see :mod:`..changes`:
+The log has three sections of its own for a files sink, see :mod:`.record_contents`:
 
 ==========  ===========================================================================================
 ``files``   by path: a :class:`DataFile`, which is in the changelog from the entry on that names it

@@ -1,6 +1,6 @@
 """What stands in the files: columns and types, from Postgres's texts and back.
 
-A Parquet file has the source's columns in the types of :mod:`..lake.values`. A line of a JSON file is an object: whole
+A Parquet file has the source's columns in the types of :mod:`.typed_values`. A line of a JSON file is an object: whole
 numbers and booleans are JSON's, everything else is text as Postgres writes it.
 """
 

@@ -1,8 +1,8 @@
 """The commit record of a pipeline in Kafka: a compacted topic with one partition.
 
-Each message is a value of the record's contents, see :mod:`..changes`: its key names section and key, and a message
-without a value removes it. A change is written in the transaction that writes what it commits; so whoever reads what
-is committed, up to the end, has the record.
+Each message is a value of the record's contents, see :mod:`.record_contents`: its key names section and key, and a
+message without a value removes it. A change is written in the transaction that writes what it commits; so whoever reads
+what is committed, up to the end, has the record.
 
 A process keeps what it has read, and reads on from there. It reads everything again when the topic is another one by
 now, and when it has not looked for so long that the brokers may have forgotten what was removed.

@@ -1,6 +1,6 @@
 """What can be checked of a Postgres sink without changing anything.
 
-The role is no superuser: it owns, or may write, the commit record and the target tables. See :mod:`..privileges` for
+The role is no superuser: it owns, or may write, the commit record and the target tables. See :mod:`.privileges` for
 the source's.
 """
 

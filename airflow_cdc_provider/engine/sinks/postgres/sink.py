@@ -29,8 +29,6 @@ from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 class PostgresSink(PostgresReads):
     """A pipeline's place in a Postgres database; see :class:`.contract.Sink` and, for its fields, the record."""
 
-    # -- chunks and re-reads -----------------------------------------------------------------------
-
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
         """See :meth:`.contract.Sink.redefine`."""
         failpoint("before-redefinition")

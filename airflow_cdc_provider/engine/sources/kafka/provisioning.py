@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # What sinks are asked beside their tables; of which :func:`check` has told.
 _WITHOUT_TABLE = (
     *("sink", "sink functions", "sink server", "sink durability", "sink loading", "codec", "commit record"),
-    *("transaction timeout", "transactions", "schema registry", "encryption", "identity"),
+    *("transaction timeout", "transactions", "schema registry", "encryption", "identity", "source"),
 )
 
 
@@ -54,7 +54,7 @@ def check_query(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
     """Check what a pipeline's query returns, and whether the sinks can have a table of it; changes nothing."""
     from airflow_cdc_provider.engine.sources.kafka.query import shape_of
 
-    checks = Checks()
+    checks = Checks(driver_errors_told)
 
     def described(found: Shape) -> str:
         kept = "state" if found.stateful else "no state"
@@ -67,7 +67,8 @@ def check_query(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
 def _check_table(pipeline: Pipeline, table: Table) -> list[Finding]:
     """Check whether the sinks can have a table; without what has been checked of them before there was one."""
     checks, topics = Checks(driver_errors_told), Topics(topic_settings(pipeline))
-    identity = SourceIdentity(f"kafka {topics.cluster.id()}", topics.source.reads)
+    cluster = checks.run("source", topics.cluster.id)
+    identity = None if cluster is None else SourceIdentity(f"kafka {cluster}", topics.source.reads)
     for branch in pipeline.branches:
         check_targets(checks, branch, [table], identity)
     return [

@@ -191,6 +191,11 @@ class TopicSettings:
         return self.topics or (self.pattern,)
 
     @property
+    def columns_key(self) -> str:
+        """See :attr:`.SourceSettings.columns_key`."""
+        return "source.sql"
+
+    @property
     def database(self) -> str | None:
         """See :attr:`.SourceSettings.database`: none."""
         return None

@@ -49,6 +49,11 @@ class PostgresSourceSettings:
         return tuple(rule.pattern for rule in self.tables)
 
     @property
+    def columns_key(self) -> str:
+        """See :attr:`.SourceSettings.columns_key`."""
+        return "source.tables"
+
+    @property
     def database(self) -> str | None:
         """See :attr:`.SourceSettings.database`."""
         return database_of(self.dsn)
@@ -60,7 +65,7 @@ class PostgresSourceSettings:
 
     def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
         """See :meth:`.SourceSettings.datasets`: the table."""
-        from airflow_cdc_provider.engine.postgres.connection import dataset  # late, as above
+        from airflow_cdc_provider.engine.postgres.connection import dataset  # late: reading Dags must not load a driver
 
         return [dataset(self.dsn, table.schema, table.name)]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import (
@@ -179,8 +179,10 @@ class PostgresSource:
             if check_settings(checks, source, self.settings):
                 tables = check_tables(checks, source, self.pipeline)
             if checks.passed("functions"):  # without, the server does not tell who it is
-                with contextlib.suppress(*DRIVER_ERRORS):
+                try:
                     identity = _identity(source)
+                except DRIVER_ERRORS as e:
+                    checks.run("identity", partial(_fail, e))
             yield CheckedSource(tables, identity, partial(self._continues, source))
 
     @property
@@ -209,11 +211,7 @@ class PostgresSource:
 
     def require_recorded(self, record: Record) -> None:
         """See :meth:`.Source.require_recorded`."""
-        if not _is_ours(record):
-            raise ConfigError(
-                "source.type: 'postgres', but the pipeline of this name has been provisioned with topics of Kafka",
-                "Put the source back, or use another pipeline name for the tables.",
-            )
+        provisioning.require_tables(record.identity)
 
     def require_continuation(self, records: Sequence[Record]) -> str:
         """See :meth:`.Source.require_continuation`."""
@@ -340,6 +338,10 @@ class PostgresSource:
 def _is_ours(record: Record) -> bool:
     """Return whether a record was made with a source of this kind."""
     return "slot" in record.identity
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def _identity(source: Connection) -> SourceIdentity:

@@ -76,6 +76,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
             present = replace(pipeline, sinks=tuple(b.sink for b in pipeline.branches if b not in new))
             for branch in present.branches:
                 own = existing_record(branch)
+                require_tables(own.identity)
                 require_mode(branch, own.identity)
                 _refuse_other_names(branch, own)
             epoch = take_epoch(present, state, takeover)
@@ -152,6 +153,19 @@ def _refuse_taken_slot(source: Connection, name: str) -> None:
         raise GateClosed(
             f"replication slot {name!r} is not ours: plugin {found.plugin!r} in database {found.database!r}",
             "Give the pipeline another slot name (`source.slot`), then run `airflow-cdc resnapshot --all`.",
+        )
+
+
+def require_tables(identity: Mapping[str, Any]) -> None:
+    """Refuse a record that was made with topics: the file may not change the kind of source.
+
+    :param identity: of the record, or of its copy.
+    :raises ConfigError: naming both kinds.
+    """
+    if "slot" not in identity:
+        raise ConfigError(
+            "source.type: 'postgres', but the pipeline of this name has been provisioned with topics of Kafka",
+            "Put the source back, or use another pipeline name for the tables.",
         )
 
 
@@ -282,6 +296,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
         for branch, own, vouching in branches:
             made = own or vouching
             if made is not None:
+                require_tables(made.identity)
                 require_mode(branch, made.identity)
             if own is not None:
                 _refuse_other_names(branch, own)

@@ -11,6 +11,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.core.findings import Caution, Checks, Finding
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, describe, row, rows, scalar
+from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
 from airflow_cdc_provider.engine.postgres.privileges import (
     LOG_FUNCTIONS,
     SLOT_FUNCTIONS,
@@ -34,7 +35,7 @@ def check_server(server: PostgresSourceSettings) -> list[Finding]:
 
     :param server: its slot and publication are looked at where they are named (not ``""``); its tables are not.
     """
-    checks = Checks()
+    checks = Checks(driver_errors_told)
     opened = checks.run(
         "source",
         lambda: connect(server.dsn, "airflow-cdc preflight"),

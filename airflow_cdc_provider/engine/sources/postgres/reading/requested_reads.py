@@ -38,6 +38,8 @@ from airflow_cdc_provider.engine.state.requests import (
     request_file,
 )
 
+MOST_OUTCOMES = 200
+
 
 def request(pipeline: Pipeline, tables: list[str], where: str | None, name: str | None = None) -> str:
     """Leave a request to read tables again, or for the first time; the live stream takes it between two units.
@@ -142,6 +144,3 @@ def requested(run: Run, label: str) -> bool:
     """Whether there is a request to read a table whole, as it is now."""
     wanted = (run.state.read_sound(name, as_request) for name in run.state.names(REQUESTS))
     return any(each["where"] is None and label in each["tables"] for each in wanted if each)
-
-
-MOST_OUTCOMES = 200

@@ -82,7 +82,7 @@ class Fanout:
         return passages[0]
 
     def note(self, passage: Passage) -> None:
-        """Keep in the records what was seen of the slot, see :meth:`.Run.note`."""
+        """Keep in the records what was seen of the slot, see :meth:`.Units.note`."""
         for units in self._units:
             units.note(passage)
 

@@ -22,7 +22,7 @@ _LEAST[list(b"BCORYIUDTM")] = 21, 26, 10, 10, 7, 8, 8, 8, 6, 15
 
 
 def gather(data: Bytes, dtype: str, at: Ints) -> NDArray[Any]:
-    """See :meth:`_Wire.read`."""
+    """See :meth:`Wire.read`."""
     # A view of the numbers at all positions, overlapping and unaligned: one indexing instead of one an octet.
     size = np.dtype(dtype).itemsize
     window = np.ndarray((max(len(data) - size + 1, 0),), dtype, data, strides=(1,))
@@ -44,12 +44,12 @@ def refuse(bad: Flags, describe: Callable[[int], str], solution: str = REPORT) -
 
 
 def octet(eights: NDArray[np.uint64], i: int) -> Octets:
-    """One of the bytes of each, as :meth:`_Wire.read` has gathered them."""
+    """One of the bytes of each, as :meth:`Wire.read` has gathered them."""
     return np.ascontiguousarray(eights.view(np.uint8)[i::8])
 
 
 def int32(eights: NDArray[np.uint64], i: int) -> Ints:
-    """The 32-bit integers that begin at byte ``i`` of each, as :meth:`_Wire.read` has gathered them."""
+    """The 32-bit integers that begin at byte ``i`` of each, as :meth:`Wire.read` has gathered them."""
     return eights.astype(np.int64) << 8 * i >> 32
 
 
