@@ -29,7 +29,7 @@ from airflow_cdc_provider.engine.core.section_values import (
     parse_bytes,
 )
 from airflow_cdc_provider.engine.pipeline.kinds import Naming, SinkSettings, SourceSettings, SparkBound
-from airflow_cdc_provider.engine.pipeline.registry import sink_plugin, source_kind, types
+from airflow_cdc_provider.engine.pipeline.registry import as_type, is_type, sink_plugin, source_kind
 from airflow_cdc_provider.engine.pipeline.settings import (
     MessageSettings,
     MetricsSettings,
@@ -206,14 +206,13 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def _source(section: Section, name: str) -> SourceSettings:
-    known = types("source")
-    kind = section.take("type", one_of(*known), "postgres")
+    kind = section.take("type", as_type("source"), "postgres")
     # A variable that is not known where Dags are parsed may stand for any of them.
-    return source_kind(kind if kind in known else "postgres").settings.parse(section, name)
+    return source_kind(kind if is_type("source", kind) else "postgres").settings.parse(section, name)
 
 
 def _sink(section: Section) -> SinkSettings:
-    kind = section.take("type", one_of(*types("sink")), "postgres")
+    kind = section.take("type", as_type("sink"), "postgres")
     return sink_plugin(kind).settings.parse(section)
 
 

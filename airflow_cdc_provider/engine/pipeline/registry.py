@@ -8,12 +8,13 @@ plugin: of the group ``airflow_cdc_provider.sources`` a :class:`.SourcePlugin`, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, cast
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.section_values import one_of
 from airflow_cdc_provider.engine.pipeline.kinds import SinkPlugin, SinkSettings, SourceKind
 
 Side = Literal["source", "sink"]
@@ -33,6 +34,20 @@ _OURS: Mapping[Side, Mapping[str, str]] = {
 def types(side: Side) -> tuple[str, ...]:
     """Names of all kinds, ours first."""
     return (*_OURS[side], *sorted(_others(side).keys() - _OURS[side].keys()))
+
+
+def as_type(side: Side) -> Callable[[object], str]:
+    """Return what checks the ``type`` of a section; packages are searched only for a name that is none of ours."""
+
+    def check(value: object) -> str:
+        return value if isinstance(value, str) and value in _OURS[side] else one_of(*types(side))(value)
+
+    return check
+
+
+def is_type(side: Side, name: str) -> bool:
+    """Whether there is a kind of that name."""
+    return name in _OURS[side] or name in _others(side)
 
 
 def source_kind(name: str) -> SourceKind:
