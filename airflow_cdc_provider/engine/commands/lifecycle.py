@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from airflow_cdc_provider.engine.commands import checks
-from airflow_cdc_provider.engine.commands.attention import (
-    noting_errors,
-)
+from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.core.findings import Finding, require
 from airflow_cdc_provider.engine.pipeline.kinds import Maintained
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_cdc_provider.engine.commands import checks
-from airflow_cdc_provider.engine.commands.attention import (
-    noting_errors,
-)
+from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.commands.repair import resnapshot
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.core.lsn import format_lsn

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from airflow_cdc_provider.engine.commands import checks
-from airflow_cdc_provider.engine.commands.attention import (
-    noting_errors,
-)
+from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.commands.copying import snapshot
 from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.commands.run_start import refuse_second, rehearse, spark_before

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from airflow_cdc_provider.engine.core.errors import (
-    GateClosed,
-)
+from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.registry import sink_plugin

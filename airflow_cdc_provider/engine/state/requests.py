@@ -13,9 +13,7 @@ import uuid
 from enum import StrEnum
 from typing import Any
 
-from airflow_cdc_provider.engine.core.errors import (
-    StateDamaged,
-)
+from airflow_cdc_provider.engine.core.errors import StateDamaged
 from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.state.files import State

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from airflow_cdc_provider.engine.core.errors import (
-    LimitExceeded,
-)
+from airflow_cdc_provider.engine.core.errors import LimitExceeded
 from airflow_cdc_provider.engine.sinks.mysql.address import driver
 
 LOGIN_REFUSED = {1045, 1130, 1698, 1862, 3118, 4151}
@@ -41,7 +39,6 @@ VALUES = {
 
 
 _ROW_TOO_LARGE = 1118
-_UNKNOWN_TABLE = {1049, 1051, 1146}
 
 
 def said(error: BaseException) -> str:
@@ -76,8 +73,3 @@ def row_of(label: str) -> Iterator[None]:
 def may_pass(error: BaseException) -> bool:
     """Whether the same statement may do what it has to at another time, or with another privilege."""
     return code_of(error) in LOCKED | LOST | READ_ONLY | DENIED
-
-
-def is_unknown_table(error: BaseException) -> bool:
-    """Whether an error says that there is no such table, or database."""
-    return code_of(error) in _UNKNOWN_TABLE

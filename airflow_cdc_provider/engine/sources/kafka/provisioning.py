@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
 from airflow_cdc_provider.engine.core.record import Record, Target
-from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
@@ -68,7 +67,7 @@ def _check_table(pipeline: Pipeline, table: Table) -> list[Finding]:
     """Check whether the sinks can have a table; without what has been checked of them before there was one."""
     checks, topics = Checks(driver_errors_told), Topics(topic_settings(pipeline))
     cluster = checks.run("source", topics.cluster.id)
-    identity = None if cluster is None else SourceIdentity(f"kafka {cluster}", topics.source.reads)
+    identity = None if cluster is None else topics.identity(cluster)
     for branch in pipeline.branches:
         check_targets(checks, branch, [table], identity)
     return [

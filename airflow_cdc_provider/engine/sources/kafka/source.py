@@ -10,7 +10,6 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError, SlotBudgetExceeded
 from airflow_cdc_provider.engine.core.findings import Checks, Finding
 from airflow_cdc_provider.engine.core.record import Record, Target
-from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slots import SlotState
@@ -99,10 +98,7 @@ class KafkaSource:
         if cluster is None:
             yield CheckedSource()
         else:
-            yield CheckedSource(None, self._identity(cluster), self.require_continuation)
-
-    def _identity(self, cluster: str) -> SourceIdentity:
-        return SourceIdentity(f"kafka {cluster}", self.settings.reads)
+            yield CheckedSource(None, Topics(self.settings).identity(cluster), self.require_continuation)
 
     @property
     def checks_with_spark(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
@@ -25,6 +26,13 @@ class Topics:
     def cluster(self) -> Cluster:
         """The cluster that they are in."""
         return Cluster(self.source.brokers, self.source.properties, "source")
+
+    def identity(self, cluster: str) -> SourceIdentity:
+        """Return what is read of a cluster, for sinks that may be in the same one.
+
+        :param cluster: what its brokers call it.
+        """
+        return SourceIdentity(f"kafka {cluster}", self.source.reads)
 
     def named(self) -> tuple[Topic, ...]:
         """The topics that the source names.

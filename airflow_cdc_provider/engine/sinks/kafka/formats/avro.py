@@ -18,9 +18,7 @@ from typing import Any
 import fastavro
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.core.errors import (
-    ConfigError,
-)
+from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.postgres.typed_values import to_texts

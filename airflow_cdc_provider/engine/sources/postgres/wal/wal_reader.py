@@ -28,9 +28,7 @@ import psycopg
 from psycopg.pq.abc import PGconn
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, StreamFailed
-from airflow_cdc_provider.engine.postgres.connection import (
-    connected,
-)
+from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
 from airflow_cdc_provider.engine.postgres.replication import open_replication, replication_failure
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
