@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import airflow_cdc_provider.engine.sinks.mysql as package
+from airflow_cdc_provider.engine.sinks import mysql, transactional
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
 from tests.support.audited import AUDITED, assert_exactly_once, writing
@@ -25,14 +25,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 EVERY = {
     name
-    for path in Path(package.__file__).parent.glob("*.py")
+    for folder in (mysql, transactional)
+    for path in Path(folder.__path__[0]).glob("*.py")
     for name in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))
 }
 # Nothing is done between a step and the place before or after it that is left out; the others have no other side.
 LEFT_OUT = {
     *("after-restart", "before-epoch", "after-epoch", "after-plan", "before-redefinition", "after-redefinition"),
     *("before-chunk-staged", "after-chunk-staged", "before-chunk-prepared", "before-batch-commit"),
-    *("after-batch-staged", "after-batch-commit", "after-reread-commit"),
+    *("after-batch-staged", "after-piece-applied", "after-batch-commit", "after-reread-commit"),
 }
 PLACES = sorted(EVERY - LEFT_OUT)
 # An exchange makes room for a definition that only a new read can fill; an alteration follows one in a mirror.

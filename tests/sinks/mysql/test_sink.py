@@ -35,6 +35,7 @@ from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.mysql import record
+from airflow_cdc_provider.engine.sinks.mysql import redefinition as mysql_redefinition
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.session import Session
@@ -162,9 +163,9 @@ def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
     """A paused process or a lost host would hold the epoch's row, or the lock of a change of tables, for hours."""
     sink, epoch = prepared(mariadb)
     monkeypatch.setattr(mysql_session, "COMMIT_SECONDS", 0.2)
-    for hold in ("_transaction", "_alone"):
+    for hold in ("_fenced", "_alone"):
         paused = replace(sink, part=part)
-        arguments = (epoch, "share") if hold == "_transaction" else (epoch,)
+        arguments = (epoch, "share") if hold == "_fenced" else (epoch,)
         with suppress(StreamFailed), getattr(paused, hold)(*arguments) as held:
             taken = sink.take_epoch("next")
             assert taken > epoch
@@ -398,14 +399,12 @@ def test_rows_that_are_read_aside_are_of_no_use_once_a_unit_has_passed(
         [text("5"), text("read"), text("7"), text("2000-01-01")], names=["id", "note", "amount", "more"]
     )
     unit = [stage(sink, epoch, [upsert("2", "b", "2")], index=1)]
-    passing = MysqlSink._fill_aside
 
-    def fill(*arguments: object) -> object:
-        filled = passing(*arguments)  # type: ignore[arg-type]
-        assert sink.commit(epoch, 200, 300, unit)
-        return filled
+    def pass_by(place: str) -> None:
+        if place == "after-aside":
+            assert sink.commit(epoch, 200, 300, unit)
 
-    monkeypatch.setattr(MysqlSink, "_fill_aside", fill)
+    monkeypatch.setattr(mysql_redefinition, "failpoint", pass_by)
     with pytest.raises(StreamFailed, match="0/C8 to 0/12C"):
         sink.replace(epoch, after, None, iter([batch]), lambda: WATERMARK, TARGET)
     assert rows(mariadb) == [(1, "a", "1.00"), (2, "b", "2.00")]
@@ -444,15 +443,13 @@ def test_a_table_filled_aside_that_is_gone_takes_no_place(
         query(mariadb, "DROP TABLE `copy`.`Ord ers`")
     else:
         sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
-    filling = MysqlSink._fill_aside
 
-    def fill(*arguments: object) -> object:
-        filled = filling(*arguments)  # type: ignore[arg-type]
-        sink.sweep(epoch)
-        return filled
+    def sweep(place: str) -> None:
+        if place == "after-aside":
+            sink.sweep(epoch)
 
     recorded = sink.record()
-    monkeypatch.setattr(MysqlSink, "_fill_aside", fill)
+    monkeypatch.setattr(mysql_redefinition, "failpoint", sweep)
     with pytest.raises(StagingLost, match=r"aside_.* is gone"):
         sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, before)
     assert sink.record() == recorded

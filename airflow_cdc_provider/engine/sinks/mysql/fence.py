@@ -1,29 +1,27 @@
 """The epoch of a pipeline on a MySQL server: who may commit, and who may change tables.
 
-Every commit locks the epoch's row, so that taking the epoch waits for commits in flight, and an overtaken writer is
-refused. Who does DDL holds a lock by name as well, see :mod:`.pending_ddl`.
+Who does DDL holds a lock by name as well, see :mod:`.pending_ddl`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
-from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed
-from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import is_pending, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
-
-T = TypeVar("T")
+from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
+from airflow_cdc_provider.engine.sinks.transactional.record import Lock
 
 
 @dataclass(frozen=True)
-class MysqlFence:
+class MysqlFence(TransactionalSink[Session]):
     """A pipeline's place on a MySQL server, and its epoch.
 
     :param dsn: see :meth:`.session.Address.parse`.
@@ -61,7 +59,7 @@ class MysqlFence:
         """
         with self._session() as opened, self._naming_lock(opened, seconds):
             if epoch is not None:
-                self._fence(opened, epoch, "")
+                self._fence(opened, epoch, None)
             yield opened
 
     @contextmanager
@@ -78,52 +76,33 @@ class MysqlFence:
                 opened.release(name)
 
     @contextmanager
-    def _transaction(self, epoch: int, lock: Literal["share", "update"]) -> Iterator[tuple[Session, int]]:
-        """A transaction that holds the epoch's row, and the applied LSN; committed at the end of the block.
-
-        :raises Fenced: when the epoch is another's.
-        """
+    def _transaction(self, rehearsal: bool = False) -> Iterator[Session]:
         with self._session() as opened:
-            applied = self._begin(opened, epoch, lock)
-            yield opened, applied
-            opened.commit()
+            yield opened
+            if rehearsal:
+                opened.rollback()
+            else:
+                opened.commit()
 
-    def _begin(self, opened: Session, epoch: int, lock: Literal["share", "update"]) -> int:
-        """Begin such a transaction in a session; whatever is pending is settled before."""
-        clause = {"share": "LOCK IN SHARE MODE", "update": "FOR UPDATE"}[lock]
+    def _begin(self, tx: Session, epoch: int, lock: Lock) -> int:
+        """See :meth:`.TransactionalRecord._begin`; whatever is pending is settled before."""
         while True:
-            opened.begin()
-            applied = self._fence(opened, epoch, clause)
-            if not is_pending(opened, self.pipeline):
+            tx.begin()
+            applied = self._fence(tx, epoch, lock)
+            if not is_pending(tx, self.pipeline):
                 return applied
-            opened.rollback()
-            with self._naming_lock(opened):
+            tx.rollback()
+            with self._naming_lock(tx):
                 pass
 
-    def _fence(self, opened: Session, epoch: int, clause: str) -> int:
-        found = (
-            opened.rows(
-                f"SELECT epoch, applied_lsn FROM airflow_cdc.pipelines WHERE pipeline = %s {clause}", [self.pipeline]
-            )
-            if opened.exists("airflow_cdc", "pipelines")
-            else []
-        )
-        if not found:
-            raise Fenced(
-                f"the sink {self._place} has no commit record of pipeline {self.pipeline} any more",
-                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
-            )
-        ((current, applied),) = found
-        if current != epoch:
-            raise Fenced.by(f"pipeline {self.pipeline} in {self._place} is at", current, epoch)
-        return int(applied)
-
-    def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.contract.Sink.take_epoch`."""
-        failpoint("before-epoch")
-        epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
-        failpoint("after-epoch")
-        return epoch
+    def _lock_epoch(self, tx: Session, lock: Lock | None) -> tuple[int, int] | None:
+        if not tx.exists("airflow_cdc", "pipelines"):
+            return None
+        clause = {None: "", "stage": "LOCK IN SHARE MODE", "share": "LOCK IN SHARE MODE"}.get(lock, "FOR UPDATE")
+        query = f"SELECT epoch, applied_lsn FROM airflow_cdc.pipelines WHERE pipeline = %s {clause}"
+        for epoch, applied in tx.rows(query, [self.pipeline]):
+            return int(epoch), int(applied)
+        return None
 
     def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._alone(seconds=sessions.COMMIT_SECONDS) as opened:
@@ -147,21 +126,7 @@ class MysqlFence:
             opened.commit()
             return int(found[0][0])
 
-    def _insistently(self, step: Callable[[], T]) -> T:
-        """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""
-        try:
-            return step()
-        except Blocked:
-            self.end_sessions()
-            return step()
-
     def end_sessions(self) -> None:
-        """See :meth:`.contract.Sink.end_sessions`."""
+        """See :meth:`.contract.CommitRecord.end_sessions`."""
         with session(Address.parse(self.dsn)) as opened:
             opened.end_others(self.pipeline, self.part)
-
-    @contextmanager
-    def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.contract.Sink.fenced`."""
-        with self._transaction(epoch, "share"):
-            yield

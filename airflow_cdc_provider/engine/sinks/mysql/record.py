@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.errors import GateClosed, SecondWriter
+from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
@@ -117,14 +117,14 @@ class MysqlRecord(MysqlTargets):
             chunks=tuple(_chunk_record(*chunk) for chunk in chunks),
         )
 
-    def _targets(self, opened: Session) -> dict[str, Target]:
-        found = opened.rows(
+    def _targets(self, tx: Session, labels: Collection[str] | None = None) -> dict[str, Target]:
+        found = tx.rows(
             "SELECT definition, target_schema, target_table FROM airflow_cdc.tables WHERE pipeline = %s"
             " ORDER BY source_table",
             [self.pipeline],
         )
         targets = (Target(Table.from_dict(json.loads(d)), schema, name) for d, schema, name in found)
-        return {target.table.label: target for target in targets}
+        return {target.table.label: target for target in targets if labels is None or target.table.label in labels}
 
     def _shape(self, opened: Session, target: Target) -> Table:
         """The definition that a target table has by now, which may be behind the recorded one."""
@@ -134,29 +134,22 @@ class MysqlRecord(MysqlTargets):
         )
         return Table.from_dict(json.loads(found[0][0])) if found else target.table
 
-    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """See :meth:`.contract.Sink.note_source`."""
-        with self._transaction(epoch, "update") as (opened, _):
-            self._note(opened, values)
+    def _source(self, tx: Session) -> Mapping[str, Any]:
+        (noted,) = tx.one("SELECT source FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
+        found: Mapping[str, Any] = json.loads(noted)
+        return found
 
     def _note(self, opened: Session, values: Mapping[str, Any]) -> None:
-        (noted,) = opened.one("SELECT source FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline])
         opened.run(
             "UPDATE airflow_cdc.pipelines SET source = %s WHERE pipeline = %s",
-            [json.dumps(json.loads(noted) | dict(values)), self.pipeline],
+            [json.dumps({**self._source(opened), **values}), self.pipeline],
         )
 
-    def forget(self, epoch: int, labels: Sequence[str]) -> None:
-        """See :meth:`.contract.Sink.forget`."""
-        with self._transaction(epoch, "update") as (opened, _):
-            for label in labels:
-                self._forget(opened, label)
-
-    def _forget(self, opened: Session, label: str) -> None:
+    def _forget(self, tx: Session, labels: Sequence[str]) -> None:
         for table in ("chunks", "tables"):
-            opened.run(
-                f"DELETE FROM airflow_cdc.{table} WHERE pipeline = %s AND source_table = %s", [self.pipeline, label]
-            )
+            for label in labels:
+                query = f"DELETE FROM airflow_cdc.{table} WHERE pipeline = %s AND source_table = %s"
+                tx.run(query, [self.pipeline, label])
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See :meth:`.contract.Sink.missing`."""
@@ -169,24 +162,6 @@ class MysqlRecord(MysqlTargets):
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def prepare(
-        self,
-        targets: Sequence[Target],
-        chunks: Sequence[Chunk],
-        identity: Mapping[str, Any],
-        start: int,
-        ours: Collection[str] = (),
-        rehearsal: bool = False,
-    ) -> None:
-        """See :meth:`.contract.Sink.prepare`.
-
-        Tables are created before the record's transaction. A crash in between leaves empty ones that say whose they
-        are, and are taken for what they are next time; an error removes them.
-        """
-        self._insistently(lambda: self._prepare(targets, chunks, identity, start, ours, rehearsal))
-        if not rehearsal:
-            failpoint("after-plan")
-
     def _prepare(
         self,
         targets: Sequence[Target],
@@ -196,15 +171,17 @@ class MysqlRecord(MysqlTargets):
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
+        """See :meth:`.TransactionalRecord._prepare`.
+
+        Tables are created before the record's transaction. A crash in between leaves empty ones that say whose they
+        are, and are taken for what they are next time; an error removes them.
+        """
         with self._alone(seconds=sessions.COMMIT_SECONDS) as opened:
             known = opened.exists("airflow_cdc", "pipelines") and opened.rows(
                 "SELECT 1 FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline]
             )
             if known:
-                raise SecondWriter(
-                    f"another run has provisioned pipeline {self.pipeline} meanwhile",
-                    "Nothing to do if the other run is meant; otherwise stop it and start again.",
-                )
+                raise self._provisioned_meanwhile()
             for target in targets:
                 if target.table.label in ours and opened.exists(target.schema, target.name):
                     self._adopt(opened, target, start)
@@ -232,16 +209,11 @@ class MysqlRecord(MysqlTargets):
                 failpoint("before-plan")
                 opened.commit()
 
-    def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.contract.Sink.add`."""
-        self._insistently(lambda: self._add(epoch, targets, chunks))
-        failpoint("after-plan")
-
     def _add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
         with self._alone(epoch, sessions.COMMIT_SECONDS) as opened:
             lacking = [target for target in targets if self._lacks(opened, target)]
             with self._created(opened, lacking):
-                self._begin(opened, epoch, "update")
+                self._begin(opened, epoch, "alone")
                 for target in targets:
                     self._enter(opened, target)
                 for chunk in chunks:
@@ -277,9 +249,8 @@ class MysqlRecord(MysqlTargets):
                     self._alteration(opened, shapes[label], target, rows_stay=False)
             if rehearsal:
                 return
-            self._begin(opened, epoch, "update")
-            for label in recorded:
-                self._forget(opened, label)
+            self._begin(opened, epoch, "alone")
+            self._forget(opened, list(recorded))
             for target in targets:
                 self._enter(opened, target, shapes[target.table.label])
                 begin_again(opened, self.pipeline, target.table.label)

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.core.errors import CannotFollow, StagingLost, StreamFailed
+from airflow_cdc_provider.engine.core.errors import CannotFollow, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.core.record import Target, Watermark
-from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
-from airflow_cdc_provider.engine.sinks.mysql.staging_tables import FIRST_READ, TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
+from airflow_cdc_provider.engine.sinks.transactional.reads import Read, Room
+from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ
 
 
 @dataclass(frozen=True)
 class MysqlRedefinition(MysqlUnits):
     """See :class:`.contract.Sink`: other definitions."""
 
-    def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.contract.Sink.redefine`."""
-        failpoint("before-redefinition")
+    def _redefine(self, epoch: int, before: Target, after: Target) -> None:
         with self._alone(epoch) as opened:
             clauses = self._alteration(opened, self._shape(opened, before), after, rows_stay=True)
-            self._begin(opened, epoch, "update")
+            self._begin(opened, epoch, "alone")
             if clauses:
                 token = self._token()
                 announce(opened, self.pipeline, after, "alteration", token)
@@ -39,7 +39,6 @@ class MysqlRedefinition(MysqlUnits):
             else:
                 self._record_shape(opened, after)
                 opened.commit()
-        failpoint("after-redefinition")
 
     def _record_shape(self, opened: Session, target: Target) -> None:
         definition = json.dumps(target.table.to_dict())
@@ -48,13 +47,25 @@ class MysqlRedefinition(MysqlUnits):
             [definition, definition, self.pipeline, target.table.label],
         )
 
-    def _make_room(self, opened: Session, epoch: int, target: Target, reread: bool) -> str:
-        """Before a table is read as a whole: see to it that there is one of its definition for the rows to go to.
+    def _make_room(self, tx: Session, epoch: int, read: Read[Session], applied: int) -> Room | None:
+        """See :meth:`.TransactionalSink._make_room`.
 
         A changelog is altered at once, and keeps its events; if the rows do not follow, they are still to be read. Of a
         mirror a table without rows is made, to be filled aside.
+        """
+        if read.again and read.before is None:
+            self._lacks(tx, read.target)  # refuses what is not ours
+        if not read.whole:
+            return Room("", applied)
+        aside = self._make_table(tx, epoch, read.target, read.again)
+        tx.rollback()  # the room may have been made in transactions of its own
+        applied = self._begin(tx, epoch, "share" if aside else read.lock)
+        return Room(aside, applied) if read.is_wanted(tx) else None
 
-        :returns: the name of the latter; empty when the target table is as it has to be.
+    def _make_table(self, opened: Session, epoch: int, target: Target, reread: bool) -> str:
+        """Before a table is read as a whole: see to it that there is one of its definition for the rows to go to.
+
+        :returns: the name of one that has to take its place; empty when the target table is as it has to be.
         """
         aside = f"{self._aside_prefix}{self._token()}"
         place = quoted("airflow_cdc", aside)
@@ -70,7 +81,7 @@ class MysqlRedefinition(MysqlUnits):
         opened.rollback()
         if self.mode == "changelog":
             with self._naming_lock(opened):
-                self._begin(opened, epoch, "update")
+                self._begin(opened, epoch, "alone")
                 token = self._token()
                 announce(opened, self.pipeline, target, "alteration", token, reread)
                 opened.commit()
@@ -105,37 +116,26 @@ class MysqlRedefinition(MysqlUnits):
                 " afterwards.",
             )
 
-    def _fill_aside(
-        self,
-        opened: Session,
-        epoch: int,
-        target: Target,
-        aside: str,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
-    ) -> tuple[int, Watermark, int]:
-        """Copy rows into a table that nobody reads yet, and commit them.
+    def _fill_aside(self, tx: Session, read: Read[Session], room: Room, batches: Iterator[pa.RecordBatch]) -> int:
+        failpoint("before-chunk-staged")
+        statements = TableStatements(tx, read.target, self.mode)
+        return statements.copy_to(quoted("airflow_cdc", room.aside), batches, room.applied, FIRST_READ)
 
-        :returns: their number, what they stand for, and the applied LSN until then.
-        """
-        applied = self._begin(opened, epoch, "share")
-        statements = TableStatements(opened, target, self.mode)
-        count = statements.copy(quoted("airflow_cdc", aside), batches, applied, FIRST_READ)
-        failpoint("after-chunk-staged")
-        watermark = finish()
-        opened.commit()
+    @contextmanager
+    def _take_place(self, tx: Session, epoch: int, read: Read[Session], room: Room) -> Iterator[bool]:
+        """See :meth:`.TransactionalSink._take_place`; the record is the point of no return."""
+        tx.commit()
         failpoint("after-aside")
-        return count, watermark, applied
-
-    def _require_still(self, before: int, applied: int, target: Target) -> None:
-        """Refuse rows that have been read before a unit that was committed since: its changes would be lost with the
-        table that they have been applied to."""
-        if applied != before:
-            raise StreamFailed(
-                f"a unit was applied while {target.table.label} was made anew aside,"
-                f" from {format_lsn(before)} to {format_lsn(applied)}",
-                "Start again: the table is read once more.",
-            )
+        with self._naming_lock(tx):
+            self._require_still(room.applied, self._begin(tx, epoch, "alone"), read.target)
+            if not read.is_wanted(tx):
+                yield False
+                return
+            self._require_aside(tx, read.target, room.aside)
+            announce(tx, self.pipeline, read.target, "exchange", room.aside)
+            yield True
+            tx.commit()
+            settle(tx, self.pipeline, self.mode)
 
     def _require_aside(self, opened: Session, target: Target, aside: str) -> None:
         """Refuse to announce an exchange that would not come about; under the lock by name, so that it stays so."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,10 +33,7 @@ from airflow_cdc_provider.engine.sinks.mysql.types import (
     kinds_of,
 )
 from airflow_cdc_provider.engine.sinks.staged import Staged
-
-FIRST_READ = -1_000_000
-"""``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
-rows read again at the same LSN."""
+from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ, TargetTable
 
 _FILLED = "filled"
 _STAGED_KINDS = {
@@ -54,13 +51,13 @@ _READ_ROWS = 5_000
 _Texts = pa.large_string()
 
 
-class TableStatements:
+class TableStatements(TargetTable):
     """What is done to one target table, in the transaction of ``session``."""
 
     def __init__(self, session: Session, target: Target, mode: Mode) -> None:
         self._session = session
         self._target = target
-        self._mode = mode
+        self.mode = mode
         self._label = target.table.label
         self._table = quoted(target.schema, target.name)
         self._kinds = kinds_of(target.table)
@@ -74,13 +71,19 @@ class TableStatements:
 
     # -- rows of the target ------------------------------------------------------------------------
 
-    def copy(self, table: str, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
-        """Load snapshot rows into a table; in a changelog they are events of kind ``r`` at the applied LSN.
+    def apply(self, staged: Staged) -> Collection[tuple[str, ...]]:
+        """See :meth:`.TargetTable.apply`; a row that is too large is named."""
+        with row_of(self._label):
+            return super().apply(staged)
 
-        :param table: the quoted name of the target, or of what will take its place.
-        """
+    def copy(self, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
+        """See :meth:`.TargetTable.copy`."""
+        return self.copy_to(self._table, batches, applied, seq)
+
+    def copy_to(self, table: str, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
+        """Copy rows into what will take the target's place, given by its quoted name."""
         fields = list(self._fields)
-        if self._mode == "changelog":
+        if self.mode == "changelog":
             # They sort after events up to the applied LSN and before the next commit's, whose _seq begins at 1.
             meta = {"_op": "r", "_commit_lsn": str(applied), "_seq": str(seq)}
             fields += [Field(name, CHANGELOG_COLUMNS[name]) for name in meta]
@@ -120,10 +123,7 @@ class TableStatements:
         return [(n, place) for n, key in enumerate(texts) for place in places.get(canonical(key), ())]
 
     def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
-        """In a changelog, say that rows are about to be read again: a truncate, or a delete of each key.
-
-        :returns: the ``_seq`` of the rows that follow. They come after all that was read at the same LSN before.
-        """
+        """See :meth:`.TargetTable.log_delete`."""
         table = literally(self._table)
         (before,) = self._session.one(f"SELECT MAX(_seq) FROM {table} WHERE _commit_lsn = %s AND _seq < 1", [applied])
         seq = FIRST_READ if before is None else int(before) + 1
@@ -161,11 +161,11 @@ class TableStatements:
     def rows(self, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
         """The rows as Postgres's texts, see :meth:`.sink.MysqlSink.rows`."""
         kinds = {field.name: field.kind for field in self._fields}
-        if self._mode == "changelog":
+        if self.mode == "changelog":
             kinds |= {name: CHANGELOG_COLUMNS[name] for name in ("_op", "_commit_lsn", "_seq", "_before", "_unchanged")}
         shown = ", ".join(kind.read.format(quoted(name)) for name, kind in kinds.items())
         condition = ""
-        if keys is not None and self._mode == "mirror":
+        if keys is not None and self.mode == "mirror":
             if not keys:
                 return
             names = ", ".join(self._names[i] for i in self._key)
@@ -174,7 +174,7 @@ class TableStatements:
         for group in self._session.stream(f"SELECT {shown} FROM {self._table}{condition}", _READ_ROWS):
             columns = dict(zip(kinds, map(_array, zip(*group, strict=True)), strict=True))
             texts = {name: kinds[name].decode(column) for name, column in columns.items()}
-            if self._mode == "changelog":
+            if self.mode == "changelog":
                 texts["_commit_lsn"] = _each_text(
                     texts["_commit_lsn"], lambda n: f"{int(n) >> 32:X}/{int(n) & 0xFFFFFFFF:X}"
                 )
@@ -220,7 +220,7 @@ class TableStatements:
         columns = dict(zip(rows.column_names, rows.columns, strict=True))
         if MISSING in columns:
             columns[MISSING] = pc.utf8_trim(columns[MISSING], "{}")
-        if self._mode == "changelog":
+        if self.mode == "changelog":
             if UNCHANGED in columns:
                 columns[UNCHANGED] = _each_text(columns[UNCHANGED], _json_array)
             if OLD_KIND in columns:
@@ -239,20 +239,15 @@ class TableStatements:
 
     # -- a unit ------------------------------------------------------------------------------------
 
-    def count(self, relation: str) -> int:
-        """Rows of a staging table; none when it is gone."""
-        if not self._session.exists("airflow_cdc", relation):
-            return 0
-        return int(self._session.one(f"SELECT COUNT(*) FROM {quoted('airflow_cdc', relation)}")[0])
-
     def _equal(self, staged: str, alias: str = "t") -> str:
         """The condition that a row of the target has the key of a staged row ``s``."""
         pairs = [(self._names[i], f"s.{staged}{i if staged == 'c' else n}") for n, i in enumerate(self._key)]
         return " AND ".join(f"{alias}.{name} = {other}" for name, other in pairs)
 
-    def fill_missing(self, relation: str) -> frozenset[tuple[str, ...]]:
+    def fill_missing(self, staged: Staged) -> frozenset[tuple[str, ...]]:
         """Fill values that were not sent from the target's rows; return the keys of rows that have none there."""
-        stage = quoted("airflow_cdc", relation)
+        assert staged.relation is not None
+        stage = quoted("airflow_cdc", staged.relation)
         values = [
             f"s.c{i} = IF(FIND_IN_SET('{i}', s.missing), t.{name}, s.c{i})"
             for i, name in enumerate(self._names)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal
 
 import psycopg2
 
@@ -14,9 +14,8 @@ from airflow_cdc_provider.engine.core.errors import (
     Blocked,
     CdcError,
     ConnectionFailed,
-    Fenced,
 )
-from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.postgres.connection import (
     Connection,
     connect,
@@ -28,18 +27,21 @@ from airflow_cdc_provider.engine.postgres.connection import (
 )
 from airflow_cdc_provider.engine.postgres.lock_holders import HOLDERS
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import is_of_another, of_sink, refusal_of
+from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
+from airflow_cdc_provider.engine.sinks.transactional.record import Lock
 
 LOCK_SECONDS = 60.0
 """How long a transaction in the sink waits for a lock."""
 COMMIT_SECONDS = 30.0
 """How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
-_Lock: TypeAlias = Literal["FOR KEY SHARE", "FOR SHARE", "FOR NO KEY UPDATE", "FOR UPDATE"]
-"""Of the epoch's row. ``KEY SHARE``: a piece is staged, or fetched. ``SHARE``: a chunk, a deposit, a sweep, what is
-done beside the sink. ``NO KEY UPDATE``: a unit, which keeps these out and lets pieces be staged. ``UPDATE``: whoever
-takes the epoch, reads again or changes a definition."""
+_CLAUSES: dict[Lock, str] = {
+    "stage": "FOR KEY SHARE",
+    "share": "FOR SHARE",
+    "unit": "FOR NO KEY UPDATE",
+    "alone": "FOR UPDATE",
+}
 _NAME_BYTES = 63
 """What the server keeps of an application name."""
-T = TypeVar("T")
 # Who holds a lock that can stop us: of rows, or of the whole table. What only reads does not.
 _LOCK_HOLDERS = f"""{HOLDERS}
   AND l.relation IN (SELECT to_regclass(format('%%I.%%I', target_schema, target_table))
@@ -51,7 +53,7 @@ LIMIT 10
 
 
 @dataclass(frozen=True)
-class PostgresFence:
+class PostgresFence(TransactionalSink[Connection]):
     """See :class:`.CommitRecord`: the epoch, and who has it."""
 
     dsn: str = field(repr=False)
@@ -60,19 +62,9 @@ class PostgresFence:
     part: str = ""
     convert: bool = False
 
-    @contextmanager
-    def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.contract.CommitRecord.fenced`."""
-        with self._transaction() as connection:
-            self._fence(connection, epoch, "FOR SHARE")
-            yield
-
-    def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.contract.CommitRecord.take_epoch`."""
-        failpoint("before-epoch")
-        epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
-        failpoint("after-epoch")
-        return epoch
+    @property
+    def _place(self) -> str:
+        return describe(self.dsn)
 
     def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._transaction() as connection:
@@ -91,14 +83,6 @@ class PostgresFence:
     @staticmethod
     def _limit_waiting(connection: Connection) -> None:
         rows(connection, "SELECT set_config('lock_timeout', %s, true)", [f"{int(COMMIT_SECONDS * 1000)}ms"])
-
-    def _insistently(self, step: Callable[[], T]) -> T:
-        """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""
-        try:
-            return step()
-        except Blocked:
-            self.end_sessions()
-            return step()
 
     def end_sessions(self) -> None:
         """See :meth:`.contract.CommitRecord.end_sessions`."""
@@ -184,22 +168,12 @@ class PostgresFence:
             "End these transactions, or wait for them; then start again. Build indexes with CREATE INDEX CONCURRENTLY.",
         )
 
-    def _fence(self, connection: Connection, epoch: int, lock: _Lock) -> str:
-        """Lock the epoch row and return the applied LSN."""
-        found = rows(
-            connection,
-            f"SELECT epoch, applied_lsn::text FROM airflow_cdc.pipelines WHERE pipeline = %s {lock}",
-            [self.pipeline],
-        )
-        if not found:
-            raise Fenced(
-                f"the sink {describe(self.dsn)} has no commit record of pipeline {self.pipeline} any more",
-                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
-            )
-        ((current, applied),) = found
-        if current != epoch:
-            raise Fenced.by(f"pipeline {self.pipeline} in {describe(self.dsn)} is at", current, epoch)
-        return str(applied)
+    def _lock_epoch(self, tx: Connection, lock: Lock | None) -> tuple[int, int] | None:
+        clause = _CLAUSES[lock] if lock else ""
+        query = f"SELECT epoch, applied_lsn::text FROM airflow_cdc.pipelines WHERE pipeline = %s {clause}"
+        for epoch, applied in rows(tx, query, [self.pipeline]):
+            return epoch, parse_lsn(applied)
+        return None
 
 
 @contextmanager

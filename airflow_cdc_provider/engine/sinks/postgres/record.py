@@ -1,10 +1,4 @@
-"""The commit record of the Postgres sink: tables in the schema ``airflow_cdc`` of the target database.
-
-It is the ground truth of a pipeline. Every commit locks the epoch's row, so that
-taking the epoch waits for commits in flight, and an overtaken writer is refused. A
-plain SELECT would not fence: an old writer could read its epoch, be overtaken, and
-commit after the new one.
-"""
+"""The commit record of the Postgres sink: tables in the schema ``airflow_cdc`` of the target database."""
 
 from __future__ import annotations
 
@@ -17,10 +11,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.errors import (
-    GateClosed,
-    SecondWriter,
-)
+from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
@@ -100,20 +91,6 @@ class PostgresRecord(PostgresFence):
     :param convert: accept target tables whose types do not keep the source's values.
     """
 
-    def prepare(
-        self,
-        targets: Sequence[Target],
-        chunks: Sequence[Chunk],
-        identity: Mapping[str, Any],
-        start: int,
-        ours: Collection[str] = (),
-        rehearsal: bool = False,
-    ) -> None:
-        """See :meth:`.contract.Sink.prepare`."""
-        self._insistently(lambda: self._prepare(targets, chunks, identity, start, ours, rehearsal))
-        if not rehearsal:
-            failpoint("after-plan")
-
     def _prepare(
         self,
         targets: Sequence[Target],
@@ -133,10 +110,7 @@ class PostgresRecord(PostgresFence):
                 [self.pipeline, format_lsn(start), json.dumps(identity)],
             )
             if not begun:
-                raise SecondWriter(
-                    f"another run has provisioned pipeline {self.pipeline} meanwhile",
-                    "Nothing to do if the other run is meant; otherwise stop it and start again.",
-                )
+                raise self._provisioned_meanwhile()
             # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.
             self._forget_tables(connection)
             for target in targets:
@@ -150,15 +124,10 @@ class PostgresRecord(PostgresFence):
                 self._plan(connection, chunk)
             failpoint("before-plan")
 
-    def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.contract.Sink.add`."""
-        self._insistently(lambda: self._add(epoch, targets, chunks))
-        failpoint("after-plan")
-
     def _add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
         with self._transaction() as connection:
             self._limit_waiting(connection)
-            self._fence(connection, epoch, "FOR UPDATE")
+            self._begin(connection, epoch, "alone")
             for target in targets:
                 prepare_target(connection, self.pipeline, self.mode, target, self.convert)
             for chunk in chunks:
@@ -186,8 +155,7 @@ class PostgresRecord(PostgresFence):
         rehearsal: bool = False,
     ) -> None:
         """See :meth:`.contract.Sink.restart`."""
-        with self._transaction(rehearsal) as connection:
-            self._fence(connection, epoch, "FOR UPDATE")
+        with self._fenced(epoch, "alone", rehearsal) as (connection, _):
             recorded = self._targets(connection)
             for target in targets:
                 if self.mode == "changelog" and _exists(connection, target):
@@ -207,11 +175,16 @@ class PostgresRecord(PostgresFence):
                 [format_lsn(start), json.dumps(identity), self.pipeline],
             )
 
-    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """See :meth:`.contract.Sink.note_source`."""
-        with self._transaction() as connection:
-            self._fence(connection, epoch, "FOR UPDATE")
-            self._note(connection, values)
+    def _forget(self, tx: Connection, labels: Sequence[str]) -> None:
+        for table in ("chunks", "tables"):
+            statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s AND source_table = ANY (%s)")
+            rows(tx, statement.format(sql.Identifier("airflow_cdc", table)), [self.pipeline, list(labels)])
+
+    def _source(self, tx: Connection) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = scalar(
+            tx, "SELECT source FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline]
+        )
+        return found
 
     def _note(self, connection: Connection, values: Mapping[str, Any]) -> None:
         query = "UPDATE airflow_cdc.pipelines SET source = source || %s WHERE pipeline = %s"
@@ -226,7 +199,7 @@ class PostgresRecord(PostgresFence):
         """Give a table whose rows will be replaced the columns that its source has now."""
         change = redefinition(before.table, after.table)
         if self.mode == "mirror" and (change.key or change.retyped or change.replaced):
-            TableStatements(connection, before).delete(None)
+            TableStatements(connection, before, self.mode).delete(None)
         redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False, convert=self.convert)
 
     def identity(self) -> Mapping[str, Any]:
@@ -295,10 +268,6 @@ class PostgresRecord(PostgresFence):
             )
 
     def _targets(self, connection: Connection, labels: Collection[str] | None = None) -> dict[str, Target]:
-        """The targets as recorded, by label.
-
-        :param labels: of those that are wanted; ``None`` for all.
-        """
         found = rows(
             connection,
             "SELECT definition, target_schema, target_table FROM airflow_cdc.tables"

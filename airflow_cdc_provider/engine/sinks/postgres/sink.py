@@ -14,36 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-from psycopg2 import sql
 
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
-from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.postgres.connection import Connection, rows
+from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.sinks.postgres.compared import changelog_sides, mirror_sides, target_rows
 from airflow_cdc_provider.engine.sinks.postgres.reads import PostgresReads
-from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 
 
 @dataclass(frozen=True)
 class PostgresSink(PostgresReads):
     """A pipeline's place in a Postgres database; see :class:`.contract.Sink` and, for its fields, the record."""
-
-    def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.contract.Sink.redefine`."""
-        failpoint("before-redefinition")
-        with self._transaction() as connection:
-            self._fence(connection, epoch, "FOR UPDATE")
-            redefine(connection, self.pipeline, self.mode, before, after, rows_stay=True, convert=self.convert)
-        failpoint("after-redefinition")
-
-    def forget(self, epoch: int, labels: Sequence[str]) -> None:
-        """See :meth:`.contract.Sink.forget`."""
-        with self._transaction() as connection:
-            self._fence(connection, epoch, "FOR UPDATE")
-            for table in ("chunks", "tables"):
-                statement = sql.SQL("DELETE FROM {} WHERE pipeline = %s AND source_table = ANY (%s)")
-                rows(connection, statement.format(sql.Identifier("airflow_cdc", table)), [self.pipeline, list(labels)])
 
     @contextlib.contextmanager
     def compared(self, source: Connection, target: Target) -> Iterator[Sides]:

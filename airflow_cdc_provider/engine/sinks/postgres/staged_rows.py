@@ -9,11 +9,6 @@ import pyarrow.compute as pc
 from airflow_cdc_provider.engine.core.effect import ERASED, FRESH, Effect
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import pack
 
-FIRST_READ = -1_000_000
-"""``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
-rows read again at the same LSN."""
-
-
 _MANY = 1000  # of fewer rows one statement more costs more than it saves
 
 

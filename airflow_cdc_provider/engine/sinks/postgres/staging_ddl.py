@@ -8,7 +8,7 @@ from functools import cached_property
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.effect import COUNT, ERASED, FRESH, MISSING, OLD_KIND, OP, UNCHANGED
-from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
 from airflow_cdc_provider.engine.sinks.postgres.column_types import domain_bases
 from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
@@ -20,8 +20,9 @@ from airflow_cdc_provider.engine.sinks.staged import Staged
 class StagingDdl:
     """Statements that make the staging tables of a target and read their rows."""
 
-    def __init__(self, connection: Connection, target: Target, key: TargetKey | None = None) -> None:
+    def __init__(self, connection: Connection, target: Target, mode: Mode, key: TargetKey | None = None) -> None:
         self._connection = connection
+        self.mode = mode
         self._known_key = key
         self._target = target
         self._table = sql.Identifier(target.schema, target.name)

@@ -7,29 +7,60 @@ the target, so that values are parsed where they are staged and in parallel; but
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 import psycopg2
 import pyarrow as pa
+from psycopg.postgres import types
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.effect import ERASED, FRESH, MISSING, OLD_KIND, UNCHANGED
 from airflow_cdc_provider.engine.core.errors import TargetConflict
+from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.postgres.connection import condition, rows
+from airflow_cdc_provider.engine.sinks.contract import Copyable
+from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import NEW, OLD
+from airflow_cdc_provider.engine.sinks.postgres.refused_values import refusals
 from airflow_cdc_provider.engine.sinks.postgres.shared_staging import rows_of
-from airflow_cdc_provider.engine.sinks.postgres.staged_rows import FIRST_READ
 from airflow_cdc_provider.engine.sinks.postgres.staging_ddl import StagingDdl
 from airflow_cdc_provider.engine.sinks.staged import Staged
+from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ, TargetTable
+
+# What all rows of a chunk have in common in a changelog, and its types there.
+_CONSTANTS = {"_op": '"char"', "_commit_lsn": "pg_lsn", "_seq": "bigint"}
 
 
-class TableStatements(StagingDdl):
+class TableStatements(StagingDdl, TargetTable):
     """What is done to one target table, in the transaction of ``connection``; nobody else changes it meanwhile.
 
     :param key: of the table, if it is known.
     """
+
+    def apply(self, staged: Staged) -> Collection[tuple[str, ...]]:
+        """See :meth:`.TargetTable.apply`; a value that is refused is named."""
+        with refusals(self._target, find=partial(self.refused_column, staged)):
+            return super().apply(staged)
+
+    def copy(self, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
+        """See :meth:`.TargetTable.copy`."""
+        constants: dict[str, str] = {}
+        if self.mode == "changelog":
+            # They sort after events up to the applied LSN and before the next commit's, whose _seq begins at 1.
+            constants = {"_op": "r", "_commit_lsn": format_lsn(applied), "_seq": str(seq)}
+        names = [*(column.name for column in self._target.table.columns), *constants]
+        with refusals(self._target):
+            if isinstance(batches, Copyable):
+                oids = {column.name: column.type_oid for column in self._target.table.columns}
+                oids |= {name: types[_CONSTANTS[name]].oid for name in constants}
+                binary = takes_binary(self._connection, self._table, oids)
+                written = batches.copied([(text, _CONSTANTS[name]) for name, text in constants.items()], binary)
+                return copy_written(self._connection, self._table, names, written, binary)
+            if constants:
+                batches = (_with_constants(batch, list(constants.values())) for batch in batches)
+            return copy_batches(self._connection, self._table, names, batches)
 
     def empty(self) -> bool:
         """Whether the target has no rows."""
@@ -57,19 +88,17 @@ class TableStatements(StagingDdl):
             ),
         )
 
-    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: str) -> int:
-        """In a changelog, say that rows are about to be read again: a truncate, or a delete of each key.
-
-        :returns: the ``_seq`` of the rows that follow. They come after all that was read at the same LSN before.
-        """
-        before = self._run(f"SELECT max(_seq) FROM {{table}} WHERE _commit_lsn = '{applied}' AND _seq < 1")[0][0]
+    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
+        """See :meth:`.TargetTable.log_delete`."""
+        lsn = format_lsn(applied)
+        before = self._run(f"SELECT max(_seq) FROM {{table}} WHERE _commit_lsn = '{lsn}' AND _seq < 1")[0][0]
         seq = FIRST_READ if before is None else int(str(before)) + 1
         names = list(self._target.table.key)
         # One that is left out gets what somebody has given it as a default. Some may be gone, and not yet made again.
         present = [column.name for column in self._target.table.columns if column.name in self._present]
         statement = (
             "INSERT INTO {table} ({columns}_op, _commit_lsn, _seq, _xid, _commit_ts, _before, _unchanged) VALUES"
-            f" ({{values}}{{op}}, '{applied}', {seq}, NULL, clock_timestamp(), {{before}}, NULL)"
+            f" ({{values}}{{op}}, '{lsn}', {seq}, NULL, clock_timestamp(), {{before}}, NULL)"
         )
         for op, key in [("t", None)] if keys is None else [("d", key) for key in sorted(keys)]:
             given = dict(zip(names, key, strict=True)) if key is not None else {}
@@ -301,3 +330,9 @@ class TableStatements(StagingDdl):
         names = [self._target.table.columns[i].name for i in columns]
         values = sql.SQL(", ").join(sql.SQL(f"{OLD}[{i + 1}]" if packed else f"b{i}") for i in columns)
         return sql.SQL("jsonb_object({}::text[], ARRAY[{}]::text[])").format(sql.Literal(names), values)
+
+
+def _with_constants(batch: pa.RecordBatch, values: Sequence[str]) -> pa.RecordBatch:
+    constants = [pa.repeat(pa.scalar(value), batch.num_rows) for value in values]
+    names = [f"f{i}" for i in range(batch.num_columns + len(values))]
+    return pa.RecordBatch.from_arrays([*batch.columns, *constants], names=names)

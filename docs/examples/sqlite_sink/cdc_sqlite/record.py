@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.errors import Fenced, ForeignTable, SecondWriter
+from airflow_cdc_provider.engine.core.errors import ForeignTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Table
-from cdc_sqlite.store import connected, quoted, transaction
-from cdc_sqlite.tables import TargetTable, place
+from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
+from airflow_cdc_provider.engine.sinks.transactional.record import Lock
+from cdc_sqlite.store import connected, quoted
+from cdc_sqlite.tables import SqliteTable, place
 
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS airflow_cdc_store (id TEXT)",
@@ -35,80 +37,79 @@ _TABLES = (
 
 
 @dataclass(frozen=True)
-class SqliteRecord:
+class SqliteRecord(TransactionalSink[sqlite3.Connection]):
     """A pipeline's commit record in a database file."""
 
     path: str
     pipeline: str
     mode: Literal["mirror"] = "mirror"
 
+    @property
+    def _place(self) -> str:
+        return self.path
+
+    @contextmanager
+    def _transaction(self, rehearsal: bool = False) -> Iterator[sqlite3.Connection]:
+        with connected(self.path) as connection:
+            yield connection
+            if rehearsal:
+                connection.rollback()
+            else:
+                connection.commit()
+
     @contextmanager
     def _writing(self, rehearsal: bool = False) -> Iterator[sqlite3.Connection]:
-        with connected(self.path) as connection, transaction(connection, rehearsal):
+        """A transaction that no other writer is beside of, in which the record's tables are there."""
+        with self._transaction(rehearsal) as connection:
+            connection.execute("BEGIN IMMEDIATE")
             for statement in _TABLES:
                 connection.execute(statement)
             yield connection
 
-    def _fence(self, connection: sqlite3.Connection, epoch: int) -> int:
-        """Refuse to go on under an epoch that is another's; within a transaction none can be taken until it ends.
+    def _begin(self, tx: sqlite3.Connection, epoch: int, lock: Lock) -> int:
+        """The whole file is locked, whatever is asked for: none can take the epoch until the transaction ends."""
+        tx.execute("BEGIN IMMEDIATE")
+        return self._fence(tx, epoch, lock)
 
-        :returns: the applied LSN.
-        """
+    def _lock_epoch(self, tx: sqlite3.Connection, lock: Lock | None) -> tuple[int, int] | None:
+        if not tx.execute("SELECT 1 FROM sqlite_master WHERE name = 'airflow_cdc_pipelines'").fetchone():
+            return None
         query = "SELECT epoch, applied FROM airflow_cdc_pipelines WHERE pipeline = ?"
-        found = connection.execute(query, [self.pipeline]).fetchone()
-        if found is None:
-            raise Fenced(
-                f"{self.path} has no commit record of pipeline {self.pipeline} any more",
-                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
-            )
-        if found[0] != epoch:
-            raise Fenced.by(f"pipeline {self.pipeline} in {self.path} is at", found[0], epoch)
-        return int(found[1])
-
-    @contextmanager
-    def _fenced_writing(self, epoch: int, rehearsal: bool = False) -> Iterator[tuple[sqlite3.Connection, int]]:
-        with self._writing(rehearsal) as connection:
-            yield connection, self._fence(connection, epoch)
+        found: tuple[int, int] | None = tx.execute(query, [self.pipeline]).fetchone()
+        return found
 
     # -- beginning ---------------------------------------------------------------------------------
 
-    def prepare(
+    def _prepare(
         self,
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
         start: int,
-        ours: Collection[str] = (),
-        rehearsal: bool = False,
+        ours: Collection[str],
+        rehearsal: bool,
     ) -> None:
-        """See ``Sink.prepare``."""
         with self._writing(rehearsal) as connection:
             begun = connection.execute(
                 "INSERT OR IGNORE INTO airflow_cdc_pipelines VALUES (?, 0, '', ?, ?, ?)",
                 [self.pipeline, start, time.time(), json.dumps(identity)],
             )
             if not begun.rowcount:
-                raise SecondWriter(
-                    f"another run has provisioned pipeline {self.pipeline} meanwhile",
-                    "Nothing to do if the other run is meant; otherwise stop it and start again.",
-                )
+                raise self._provisioned_meanwhile()
             self._forget_all(connection)  # what a lost record has left is of another slot
             self._enter(connection, targets, chunks, ours)
             failpoint("before-plan")
-        failpoint("after-plan")
 
-    def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See ``Sink.add``."""
-        with self._fenced_writing(epoch) as (connection, _):
+    def _add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
+        with self._fenced(epoch, "alone") as (connection, _):
             self._enter(connection, targets, chunks)
             failpoint("before-plan")
-        failpoint("after-plan")
 
     def restart(
         self, epoch: int, targets: Sequence[Target], identity: Mapping[str, Any], start: int, rehearsal: bool = False
     ) -> None:
         """See ``Sink.restart``."""
-        with self._fenced_writing(epoch, rehearsal) as (connection, _):
+        with self._fenced(epoch, "alone", rehearsal) as (connection, _):
             ours = [target.table.label for target in targets if self._owner(connection, target)]
             self._forget_all(connection)
             chunks = [Chunk(target.table.label, 0, None, None) for target in targets]
@@ -132,7 +133,7 @@ class SqliteRecord:
         """Create or accept target tables, and record them with their chunks."""
         for target in targets:
             recorded = self._owner(connection, target)
-            TargetTable(connection, target).accept(recorded or target.table.label in ours)
+            SqliteTable(connection, target).accept(recorded or target.table.label in ours)
             connection.execute(
                 "INSERT OR REPLACE INTO airflow_cdc_tables VALUES (?, ?, ?, ?, ?, ?)",
                 [
@@ -164,14 +165,10 @@ class SqliteRecord:
             )
         return found is not None
 
-    def forget(self, epoch: int, labels: Sequence[str]) -> None:
-        """See ``Sink.forget``."""
-        with self._fenced_writing(epoch) as (connection, _):
-            for table in ("airflow_cdc_tables", "airflow_cdc_chunks"):
-                connection.executemany(
-                    f"DELETE FROM {table} WHERE pipeline = ? AND label = ?",
-                    [(self.pipeline, label) for label in labels],
-                )
+    def _forget(self, tx: sqlite3.Connection, labels: Sequence[str]) -> None:
+        for table in ("airflow_cdc_tables", "airflow_cdc_chunks"):
+            query = f"DELETE FROM {table} WHERE pipeline = ? AND label = ?"
+            tx.executemany(query, [(self.pipeline, label) for label in labels])
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -201,24 +198,26 @@ class SqliteRecord:
         epoch, applied, advanced, identity = found
         return Record(epoch, applied, advanced, json.loads(identity), targets, tuple(_chunk(*each) for each in chunks))
 
-    def _targets(self, connection: sqlite3.Connection) -> dict[str, Target]:
-        found = connection.execute(
+    def _targets(self, tx: sqlite3.Connection, labels: Collection[str] | None = None) -> dict[str, Target]:
+        found = tx.execute(
             "SELECT label, definition, target_schema, target_name FROM airflow_cdc_tables"
             " WHERE pipeline = ? ORDER BY label",
             [self.pipeline],
         )
-        return {label: Target(Table.from_dict(json.loads(text)), schema, name) for label, text, schema, name in found}
+        return {
+            label: Target(Table.from_dict(json.loads(text)), schema, name)
+            for label, text, schema, name in found
+            if labels is None or label in labels
+        }
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
         """See ``Sink.missing``."""
         with connected(self.path) as connection:
-            return tuple(target for target in targets if not TargetTable(connection, target).columns)
+            return tuple(target for target in targets if not SqliteTable(connection, target).columns)
 
     # -- the epoch ---------------------------------------------------------------------------------
 
-    def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See ``Sink.take_epoch``."""
-        failpoint("before-epoch")
+    def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._writing() as connection:
             query = "SELECT epoch FROM airflow_cdc_pipelines WHERE pipeline = ?"
             ((last,),) = connection.execute(query, [self.pipeline])
@@ -226,14 +225,7 @@ class SqliteRecord:
             epoch = max(int(last) + 1, int(time.time() * 1000), at_least)
             update = "UPDATE airflow_cdc_pipelines SET owner = ?, epoch = ? WHERE pipeline = ?"
             connection.execute(update, [owner, epoch, self.pipeline])
-        failpoint("after-epoch")
         return epoch
-
-    @contextmanager
-    def fenced(self, epoch: int) -> Iterator[None]:
-        """See ``Sink.fenced``."""
-        with self._fenced_writing(epoch):
-            yield
 
     def end_sessions(self) -> None:
         """See ``Sink.end_sessions``: nobody can be ended, but whoever commits ends, and is waited for.
@@ -243,20 +235,14 @@ class SqliteRecord:
         with self._writing():
             pass
 
-    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """See ``Sink.note_source``."""
-        with self._fenced_writing(epoch) as (connection, _):
-            self._note(connection, values)
-
-    def _note(self, connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
-        noted = {**self._identity(connection), **values}
-        update = "UPDATE airflow_cdc_pipelines SET identity = ? WHERE pipeline = ?"
-        connection.execute(update, [json.dumps(noted), self.pipeline])
-
-    def _identity(self, connection: sqlite3.Connection) -> dict[str, Any]:
-        """What the record says of the source."""
+    def _source(self, tx: sqlite3.Connection) -> Mapping[str, Any]:
         query = "SELECT identity FROM airflow_cdc_pipelines WHERE pipeline = ?"
-        return dict(json.loads(connection.execute(query, [self.pipeline]).fetchone()[0]))
+        return dict(json.loads(tx.execute(query, [self.pipeline]).fetchone()[0]))
+
+    def _note(self, tx: sqlite3.Connection, values: Mapping[str, Any]) -> None:
+        noted = {**self._source(tx), **values}
+        update = "UPDATE airflow_cdc_pipelines SET identity = ? WHERE pipeline = ?"
+        tx.execute(update, [json.dumps(noted), self.pipeline])
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -265,7 +251,7 @@ class SqliteRecord:
         if not Path(self.path).exists():
             return
         with self._writing() as connection:
-            self._drop_staged(connection)
+            self._sweep(connection)
             for table in ("deposits", "chunks", "tables", "pipelines"):
                 connection.execute(f"DELETE FROM airflow_cdc_{table} WHERE pipeline = ?", [self.pipeline])
 
@@ -274,10 +260,10 @@ class SqliteRecord:
         """What names of staging tables begin with: no pipeline's name has a space, and no target's lacks a dot."""
         return f"airflow_cdc_stage {self.pipeline} "
 
-    def _drop_staged(self, connection: sqlite3.Connection) -> None:
+    def _sweep(self, tx: sqlite3.Connection) -> None:
         query = "SELECT name FROM sqlite_master WHERE substr(name, 1, ?) = ?"
-        for (name,) in connection.execute(query, [len(self._staged), self._staged]).fetchall():
-            connection.execute(f"DROP TABLE {quoted(name)}")
+        for (name,) in tx.execute(query, [len(self._staged), self._staged]).fetchall():
+            tx.execute(f"DROP TABLE {quoted(name)}")
 
 
 def _chunk(definition: str, snapshot: str | None, high: int, count: int | None, keys: str | None) -> ChunkRecord:

@@ -1,14 +1,14 @@
-"""The sink: chunks and re-reads, units, and what is compared. See ``Sink`` for what each method has to guarantee."""
+"""The sink: the SQL of chunks and re-reads, of units, and what is compared; the base class has the protocol."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pyarrow as pa
 
@@ -16,23 +16,15 @@ from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
-from airflow_cdc_provider.engine.core.errors import (
-    ConfigError,
-    Fenced,
-    GateClosed,
-    StagingLost,
-    StreamFailed,
-    UnknownTable,
-)
+from airflow_cdc_provider.engine.core.errors import ConfigError, UnknownTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.core.record import Target, Watermark
+from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
 from airflow_cdc_provider.engine.postgres.connection import Connection
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, MissingValues, Staged, StagedPiece
+from airflow_cdc_provider.engine.sinks.staged import Staged
+from airflow_cdc_provider.engine.sinks.transactional.reads import Read, Room
 from cdc_sqlite.record import SqliteRecord
-from cdc_sqlite.store import connected, listed, marks, quoted, transaction
-from cdc_sqlite.tables import TargetTable, place
+from cdc_sqlite.store import connected, listed, marks, quoted
+from cdc_sqlite.tables import SqliteTable, place
 
 _FRAGMENT_BYTES = 1 << 20
 _PAGE_ROWS = 250
@@ -44,128 +36,71 @@ class SqliteSink(SqliteRecord):
 
     # -- chunks and re-reads -----------------------------------------------------------------------
 
-    def write_chunk(
-        self,
-        epoch: int,
-        target: Target,
-        chunk: Chunk,
-        origin: Origin,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
-    ) -> int | None:
-        """See ``Sink.write_chunk``: rows and watermark are committed here."""
-        with connected(self.path) as connection:
-            before = self._unfinished(connection, epoch, chunk, origin)
-            if before is None:
-                return None
-            table = TargetTable(connection, target)
-            failpoint("before-chunk-staged")
-            count = table.load(_columns(batches), None)
-            failpoint("after-chunk-staged")
-            watermark = finish()
-            failpoint("before-chunk-prepared")
-            with transaction(connection):
-                # All of it anew: the file was anybody's while the rows were read.
-                applied = self._unfinished(connection, epoch, chunk, origin)
-                if applied is None:
-                    return None
-                self._require_still(before, applied, target)
-                if chunk.whole:
-                    table.delete(None)
-                table.take_loaded()
-                connection.execute(
-                    "UPDATE airflow_cdc_chunks SET snapshot = ?, high = ?, row_count = ?"
-                    " WHERE pipeline = ? AND label = ? AND number = ?",
-                    [str(watermark.snapshot), watermark.high, count, self.pipeline, chunk.table, chunk.index],
-                )
-                failpoint("before-chunk-commit")
-        failpoint("after-chunk-commit")
-        return count
-
-    def _unfinished(self, connection: sqlite3.Connection, epoch: int, chunk: Chunk, origin: Origin) -> int | None:
-        """The applied LSN, if a chunk may still be committed."""
-        applied = self._fence(connection, epoch)
-        noted = Origin.of(self._identity(connection))
-        if noted != origin:
-            raise StreamFailed(
-                f"chunk {chunk.title} is read from {origin}, but the pipeline has gone on to {noted}",
-                "Start again: the chunk is then read there.",
-            )
+    def _is_unfinished(self, tx: sqlite3.Connection, chunk: Chunk) -> bool:
         query = "SELECT 1 FROM airflow_cdc_chunks WHERE pipeline = ? AND label = ? AND number = ? AND snapshot IS NULL"
-        found = connection.execute(query, [self.pipeline, chunk.table, chunk.index]).fetchone()
-        return applied if found else None
+        return tx.execute(query, [self.pipeline, chunk.table, chunk.index]).fetchone() is not None
 
-    @staticmethod
-    def _require_still(before: int, applied: int, target: Target) -> None:
-        """Rows that were read before a unit was applied would take its changes back."""
-        if applied != before:
-            raise StagingLost(
-                f"while rows of {target.table.label} were read, the stream has gone on to {format_lsn(applied)}",
-                "Start again: they are read anew.",
-            )
+    def _make_room(self, tx: sqlite3.Connection, epoch: int, read: Read[sqlite3.Connection], applied: int) -> Room:
+        """All rows are brought aside: while they are read, the file is anybody's."""
+        tx.rollback()
+        return Room("loaded", applied)
 
-    def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int]:
-        """See ``Sink.commit_chunks``: their tasks have committed them."""
-        return [each.written for each in copied]
-
-    def replace(
-        self,
-        epoch: int,
-        target: Target,
-        keys: frozenset[tuple[str, ...]] | None,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
-        before: Target | None,
+    def _fill_aside(
+        self, tx: sqlite3.Connection, read: Read[sqlite3.Connection], room: Room, batches: Iterator[pa.RecordBatch]
     ) -> int:
-        """See ``Sink.replace``."""
-        label = target.table.label
-        with connected(self.path) as connection:
-            table = TargetTable(connection, target)
-            start = self._fence(connection, epoch)
-            count = table.load(_columns(batches), keys)
-            watermark = finish()
-            with transaction(connection):
-                self._require_still(start, self._fence(connection, epoch), target)
-                index = 0
-                if keys is None:
-                    self._enter(connection, [target], [])
-                    connection.execute(
-                        "DELETE FROM airflow_cdc_chunks WHERE pipeline = ? AND label = ?", [self.pipeline, label]
-                    )
-                else:
-                    query = (
-                        "SELECT coalesce(max(number), 0) + 1 FROM airflow_cdc_chunks WHERE pipeline = ? AND label = ?"
-                    )
-                    ((index,),) = connection.execute(query, [self.pipeline, label])
-                table.delete(keys)
-                table.take_loaded()
-                connection.execute(
-                    "INSERT INTO airflow_cdc_chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    [
-                        self.pipeline,
-                        label,
-                        index,
-                        json.dumps(Chunk(label, index, None, None).to_dict()),
-                        None if keys is None else json.dumps(sorted(keys)),
-                        str(watermark.snapshot),
-                        watermark.high,
-                        count,
-                    ],
-                )
-                failpoint("before-reread-commit")
-        failpoint("after-reread-commit")
-        return count
+        failpoint("before-chunk-staged")
+        return SqliteTable(tx, read.target).load(_columns(batches))
 
-    def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See ``Sink.redefine``."""
-        failpoint("before-redefinition")
-        with self._fenced_writing(epoch) as (connection, _):
-            TargetTable(connection, after).redefine(before)
+    @contextmanager
+    def _take_place(
+        self, tx: sqlite3.Connection, epoch: int, read: Read[sqlite3.Connection], room: Room
+    ) -> Iterator[bool]:
+        self._require_still(room.applied, self._begin(tx, epoch, "alone"), read.target)
+        wanted = read.is_wanted(tx)
+        if wanted:
+            if read.again and read.whole:
+                self._enter(tx, [read.target], [])
+            table = SqliteTable(tx, read.target)
+            if read.whole or read.keys is not None:
+                table.delete(read.keys)
+            table.take_loaded()
+        yield wanted
+
+    def _finish_chunk(self, tx: sqlite3.Connection, epoch: int, read: ChunkRecord, target: Target) -> None:
+        self._forget_chunks(tx, read.chunk.table, read.chunk.index)
+        self._enter_reread(tx, epoch, read, target)
+
+    def _forget_chunks(self, tx: sqlite3.Connection, label: str, number: int | None = None) -> None:
+        query = "DELETE FROM airflow_cdc_chunks WHERE pipeline = ? AND label = ? AND number = coalesce(?, number)"
+        tx.execute(query, [self.pipeline, label, number])
+
+    def _free_index(self, tx: sqlite3.Connection, label: str) -> int:
+        query = "SELECT coalesce(max(number), 0) + 1 FROM airflow_cdc_chunks WHERE pipeline = ? AND label = ?"
+        return int(tx.execute(query, [self.pipeline, label]).fetchone()[0])
+
+    def _enter_reread(self, tx: sqlite3.Connection, epoch: int, read: ChunkRecord, target: Target) -> None:
+        assert read.watermark is not None
+        tx.execute(
+            "INSERT INTO airflow_cdc_chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                self.pipeline,
+                read.chunk.table,
+                read.chunk.index,
+                json.dumps(read.chunk.to_dict()),
+                None if read.keys is None else json.dumps(sorted(read.keys)),
+                str(read.watermark.snapshot),
+                read.watermark.high,
+                read.rows,
+            ],
+        )
+
+    def _redefine(self, epoch: int, before: Target, after: Target) -> None:
+        with self._fenced(epoch, "alone") as (connection, _):
+            SqliteTable(connection, after).redefine(before)
             connection.execute(
                 "UPDATE airflow_cdc_tables SET definition = ? WHERE pipeline = ? AND label = ?",
                 [json.dumps(after.table.to_dict()), self.pipeline, after.table.label],
             )
-        failpoint("after-redefinition")
 
     def check_condition(self, target: Target, where: str) -> NoReturn:
         """See ``Sink.check_condition``: text compares otherwise than numbers and dates, so none would be told right."""
@@ -178,134 +113,72 @@ class SqliteSink(SqliteRecord):
         """See ``Sink.matching_keys``."""
         self.check_condition(target, where)
 
-    def members(
-        self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
-    ) -> Sequence[tuple[int, int]]:
-        """See ``Sink.members``: two keys are one if their texts are."""
-        places = {member: place for place, member in enumerate(members)}
-        texts = zip(*(column.to_pylist() for column in keys), strict=True)
-        return [(n, places[text]) for n, text in enumerate(texts) if text in places]
-
     # -- units of the stream -----------------------------------------------------------------------
 
-    def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """See ``Sink.deposit``: in fragments, as a value of SQLite's has a limit."""
+    def _write_deposit(self, tx: sqlite3.Connection, name: str, data: bytes | bytearray) -> None:
+        """In fragments, as a value of SQLite's has a limit."""
         whole = memoryview(data)
-        with self._fenced_writing(epoch) as (connection, _):
-            connection.executemany(
-                "INSERT INTO airflow_cdc_deposits VALUES (?, ?, ?, ?)",
-                (
-                    (self.pipeline, name, number, whole[at : at + _FRAGMENT_BYTES])
-                    for number, at in enumerate(range(0, len(whole), _FRAGMENT_BYTES))
-                ),
-            )
+        tx.executemany(
+            "INSERT INTO airflow_cdc_deposits VALUES (?, ?, ?, ?)",
+            (
+                (self.pipeline, name, number, whole[at : at + _FRAGMENT_BYTES])
+                for number, at in enumerate(range(0, len(whole), _FRAGMENT_BYTES))
+            ),
+        )
 
-    def fetch(self, epoch: int, name: str, size: int) -> bytearray:
-        """See ``Sink.fetch``."""
-        data = bytearray()
+    def _read_deposit(self, tx: sqlite3.Connection, name: str, size: int) -> bytearray:
         query = "SELECT fragment FROM airflow_cdc_deposits WHERE pipeline = ? AND name = ? ORDER BY number"
-        with connected(self.path) as connection:
-            self._fence(connection, epoch)
-            for (fragment,) in connection.execute(query, [self.pipeline, name]):
-                data += fragment
-        if len(data) != size:
-            raise StagingLost(
-                f"a piece of the log of {size} bytes was deposited in {self.path}, {len(data)} are there",
-                "Start again: the piece is read anew.",
-            )
+        data = bytearray()
+        for (fragment,) in tx.execute(query, [self.pipeline, name]):
+            data += fragment
         return data
 
-    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See ``Sink.discard``."""
-        with suppress(Fenced), self._fenced_writing(epoch) as (connection, _):
-            if names is None:
-                connection.execute("DELETE FROM airflow_cdc_deposits WHERE pipeline = ?", [self.pipeline])
-            for name in names or ():
-                query = "DELETE FROM airflow_cdc_deposits WHERE pipeline = ? AND name = ?"
-                connection.execute(query, [self.pipeline, name])
+    def _drop_deposits(self, tx: sqlite3.Connection, names: Collection[str] | None) -> None:
+        delete = "DELETE FROM airflow_cdc_deposits WHERE pipeline = ?"
+        if names is None:
+            tx.execute(delete, [self.pipeline])
+        for name in names or ():
+            tx.execute(f"{delete} AND name = ?", [self.pipeline, name])
 
-    def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See ``Sink.stage``: a table for each effect, with the columns that the engine gives it."""
-        if not effects:
-            return ()
+    def _stage(self, tx: sqlite3.Connection, epoch: int, attempt: str, effects: Sequence[Effect]) -> Sequence[Staged]:
+        """A table for each effect, with the columns that the engine gives it."""
         staged = []
-        with self._fenced_writing(epoch) as (connection, _):
-            for number, effect in enumerate(effects):
-                names, relation = tuple(effect.rows.column_names), None
-                if effect.rows.num_rows:
-                    relation = f"{self._staged}{attempt}_{number}"
-                    connection.execute(f"CREATE TABLE {quoted(relation)} {listed(names)}")
-                    for batch in _columns(effect.rows.to_batches()):
-                        rows = zip(*batch, strict=True)
-                        connection.executemany(f"INSERT INTO {quoted(relation)} VALUES {marks(len(names))}", rows)
-                staged.append(Staged(effect.label, relation, effect.rows.num_rows, effect.truncate, names))
-            failpoint("before-batch-staged")
-        failpoint("after-batch-staged")
-        return tuple(staged)
+        for number, effect in enumerate(effects):
+            names, relation = tuple(effect.rows.column_names), None
+            if effect.rows.num_rows:
+                relation = f"{self._staged}{attempt}_{number}"
+                tx.execute(f"CREATE TABLE {quoted(relation)} {listed(names)}")
+                insert = f"INSERT INTO {quoted(relation)} VALUES {marks(len(names))}"
+                for batch in _columns(effect.rows.to_batches()):
+                    tx.executemany(insert, zip(*batch, strict=True))
+            staged.append(Staged(effect.label, relation, effect.rows.num_rows, effect.truncate, names))
+        return staged
 
-    def commit(
-        self,
-        epoch: int,
-        start: int,
-        end: int,
-        pieces: Sequence[StagedPiece],
-        noted: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """See ``Sink.commit``."""
-        failpoint("before-batch-commit")
-        with self._fenced_writing(epoch) as (connection, applied):
-            skip = applied >= end
-            if not skip:
-                if start != applied:
-                    raise GateClosed(
-                        f"the unit ({format_lsn(start)}, {format_lsn(end)}] of pipeline {self.pipeline} does not begin"
-                        f" at the applied LSN {format_lsn(applied)}: transactions would be lost or repeated",
-                        "Start the pipeline again; it goes on from the applied LSN. If the file was restored from a"
-                        " backup, run `airflow-cdc resnapshot --all`.",
-                    )
-                self._check_filters(connection, pieces)
-                self._apply(connection, pieces)
-                connection.execute(
-                    "UPDATE airflow_cdc_pipelines SET applied = ?, advanced = ? WHERE pipeline = ?",
-                    [end, time.time(), self.pipeline],
-                )
-                if noted:
-                    self._note(connection, noted)
-                # A re-read of keys is a filter and nothing else; passed, it is forgotten.
-                passed = "DELETE FROM airflow_cdc_chunks WHERE pipeline = ? AND keys IS NOT NULL AND high <= ?"
-                connection.execute(passed, [self.pipeline, end])
-            for relation in (staged.relation for piece in pieces for staged in piece.tables):
-                if relation is not None:
-                    connection.execute(f"DROP TABLE IF EXISTS {quoted(relation)}")
-            failpoint("in-batch-commit")
-        failpoint("after-batch-commit")
-        return not skip
+    def _staged_counts(self, tx: sqlite3.Connection, relations: Sequence[str]) -> Mapping[str, int]:
+        counts = {}
+        for relation in relations:
+            if tx.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [relation]).fetchone():
+                ((counts[relation],),) = tx.execute(f"SELECT count(*) FROM {quoted(relation)}")
+        return counts
 
-    def _check_filters(self, connection: sqlite3.Connection, pieces: Sequence[StagedPiece]) -> None:
-        """Rows that were read since the unit was staged hold changes that it would take back."""
-        query = "SELECT label FROM airflow_cdc_chunks WHERE pipeline = ? AND high > ? LIMIT 1"
-        for high in {piece.high for piece in pieces}:
-            for (label,) in connection.execute(query, [self.pipeline, high]).fetchall():
-                raise StagingLost(
-                    f"rows of {label} were read again after the unit had been staged",
-                    "Start again: the unit is staged anew, without what has been read.",
-                )
+    def _tables(self, tx: sqlite3.Connection, targets: Iterable[Target]) -> Mapping[str, SqliteTable]:
+        return {target.table.label: SqliteTable(tx, target) for target in targets}
 
-    def _apply(self, connection: sqlite3.Connection, pieces: Sequence[StagedPiece]) -> None:
-        targets = self._targets(connection)
-        missing: dict[str, set[tuple[str, ...]]] = {}
-        for piece in sorted(pieces, key=lambda piece: piece.index):
-            for staged in piece.tables:
-                _require_all(connection, staged)
-                lacking = TargetTable(connection, targets[staged.label]).apply(staged)
-                missing.setdefault(staged.label, set()).update(lacking)
-        if any(missing.values()):  # all at once, so that all are read at once; what was applied is rolled back
-            raise MissingValues({label: frozenset(keys) for label, keys in missing.items() if keys})
+    def _advance(self, tx: sqlite3.Connection, end: int) -> None:
+        advance = "UPDATE airflow_cdc_pipelines SET applied = ?, advanced = ? WHERE pipeline = ?"
+        tx.execute(advance, [end, time.time(), self.pipeline])
+        passed = "DELETE FROM airflow_cdc_chunks WHERE pipeline = ? AND keys IS NOT NULL AND high <= ?"
+        tx.execute(passed, [self.pipeline, end])
 
-    def sweep(self, epoch: int) -> None:
-        """See ``Sink.sweep``."""
-        with suppress(Fenced), self._fenced_writing(epoch) as (connection, _):
-            self._drop_staged(connection)
+    def _read_beyond(self, tx: sqlite3.Connection, high: int) -> str | None:
+        query = "SELECT label FROM airflow_cdc_chunks WHERE pipeline = ? AND high > ? ORDER BY label LIMIT 1"
+        for (label,) in tx.execute(query, [self.pipeline, high]):
+            return str(label)
+        return None
+
+    def _commit_unit(self, tx: sqlite3.Connection, relations: Sequence[str]) -> None:
+        for relation in relations:
+            tx.execute(f"DROP TABLE IF EXISTS {quoted(relation)}")
 
     # -- comparison --------------------------------------------------------------------------------
 
@@ -313,7 +186,7 @@ class SqliteSink(SqliteRecord):
     def compared(self, source: Connection, target: Target) -> Iterator[Sides]:
         """See ``Sink.compared``."""
         with connected(self.path) as connection:
-            present = TargetTable(connection, target).columns
+            present = SqliteTable(connection, target).columns
         lacking = [column.name for column in target.table.columns if column.name not in present]
         if lacking:
             raise UnknownTable(
@@ -341,18 +214,3 @@ class SqliteSink(SqliteRecord):
 
 def _columns(batches: Iterator[pa.RecordBatch]) -> Iterator[list[list[str | None]]]:
     return ([column.to_pylist() for column in batch.columns] for batch in batches)
-
-
-def _require_all(connection: sqlite3.Connection, staged: Staged) -> None:
-    """Count what is staged before it is applied."""
-    if staged.relation is None:
-        return
-    exists = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [staged.relation]).fetchone()
-    count = 0
-    if exists:
-        ((count,),) = connection.execute(f"SELECT count(*) FROM {quoted(staged.relation)}")
-    if count != staged.rows:
-        raise StagingLost(
-            f"{staged.rows} rows were staged for {staged.label}, {count} are there",
-            "Start again: the unit is staged anew.",
-        )

@@ -77,14 +77,3 @@ def connected(path: str) -> Iterator[sqlite3.Connection]:
     finally:
         if connection is not None:
             connection.close()  # a transaction that is open is rolled back
-
-
-@contextmanager
-def transaction(connection: sqlite3.Connection, rehearsal: bool = False) -> Iterator[None]:
-    """A transaction that no other writer is beside of; an error leaves it to the end of the connection.
-
-    :param rehearsal: roll it back at its end.
-    """
-    connection.execute("BEGIN IMMEDIATE")
-    yield
-    connection.execute("ROLLBACK" if rehearsal else "COMMIT")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from airflow_cdc_provider.engine.changes.redefinition import redefinition
-from airflow_cdc_provider.engine.core.effect import COUNT, MISSING
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ForeignTable, TargetConflict
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.staged import RowsNeeded, Staged
+from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
 from cdc_sqlite.store import listed, marks, quoted
 
 
@@ -19,10 +19,11 @@ def place(target: Target) -> str:
     return f"{target.schema}.{target.name}"
 
 
-class TargetTable:
+class SqliteTable(TargetTable):
     """What is done to one target table, in the transaction of ``connection``."""
 
     def __init__(self, connection: sqlite3.Connection, target: Target) -> None:
+        self.mode = "mirror"
         self._run = connection.execute
         self._run_many = connection.executemany
         self._target = target
@@ -83,19 +84,15 @@ class TargetTable:
 
     # -- rows that are read ------------------------------------------------------------------------
 
-    def load(self, batches: Iterable[Sequence[Sequence[str | None]]], keys: Collection[tuple[str, ...]] | None) -> int:
+    def load(self, batches: Iterable[Sequence[Sequence[str | None]]]) -> int:
         """Put rows beside the target, in a table of this connection's own, which locks nothing.
 
         :param batches: column by column.
-        :param keys: leave out rows under other keys: the stream brings what has come to one by another spelling.
         """
         self._run(f"CREATE TEMP TABLE loaded {self._places()}")
         self._run("BEGIN")
         for batch in batches:
-            rows: Iterable[tuple[str | None, ...]] = zip(*batch, strict=True)
-            if keys is not None:
-                rows = (row for row in rows if tuple(row[i] for i in self._key) in keys)
-            self._run_many(f"INSERT INTO loaded VALUES {marks(len(self._names))}", rows)
+            self._run_many(f"INSERT INTO loaded VALUES {marks(len(self._names))}", zip(*batch, strict=True))
         self._run("COMMIT")
         return int(self._run("SELECT count(*) FROM loaded").fetchone()[0])
 
@@ -103,7 +100,7 @@ class TargetTable:
         """Insert the rows that have been loaded."""
         self._run(f"INSERT INTO {self._table} {listed(self._names)} SELECT * FROM loaded")
 
-    def delete(self, keys: Iterable[tuple[str, ...]] | None) -> None:
+    def delete(self, keys: frozenset[tuple[str, ...]] | None) -> None:
         """Delete the rows with the given keys, all rows when ``None``."""
         if keys is None:
             self._run(f"DELETE FROM {self._table}")
@@ -117,21 +114,9 @@ class TargetTable:
 
     # -- rows that are staged ----------------------------------------------------------------------
 
-    def apply(self, staged: Staged) -> set[tuple[str, ...]]:
-        """Apply the staged changes of one piece.
-
-        :returns: keys of rows that lack values which neither the stream nor the table has.
-        """
-        if staged.truncate:
-            self.delete(None)
-        if staged.relation is None:
-            return set()
-        stage = quoted(staged.relation)
-        if COUNT in staged.columns:
-            self._apply_counted(stage)
-            return set()
-        # Values that were not sent are those of the rows as they are before anything of this piece is applied.
-        lacking = self._fill(stage) if MISSING in staged.columns else set()
+    def apply_mirror(self, staged: Staged) -> None:
+        """See ``TargetTable.apply_mirror``."""
+        stage = quoted(str(staged.relation))
         # All keys are freed before the first is taken: a row may have moved to where another was.
         self._run(
             f"DELETE FROM {self._table} WHERE {listed(self._target.table.key)}"
@@ -141,10 +126,10 @@ class TargetTable:
             f"INSERT INTO {self._table} {listed(self._names)} SELECT {self._places()[1:-1]} FROM {stage}"
             " WHERE NOT erased"
         )
-        return lacking
 
-    def _fill(self, stage: str) -> set[tuple[str, ...]]:
-        """Fill in what was not sent, of rows that stand in the target under the key ``o0``, …."""
+    def fill_missing(self, staged: Staged) -> set[tuple[str, ...]]:
+        """See ``TargetTable.fill_missing``."""
+        stage = quoted(str(staged.relation))
         unsent = "replace(replace(s.missing, '{', ','), '}', ',')"  # ,1,3,
         values = [
             f"c{i} = CASE WHEN instr({unsent}, ',{i},') THEN t.{quoted(name)} ELSE s.c{i} END"
@@ -159,11 +144,9 @@ class TargetTable:
         query = f"SELECT {self._places(self._key)[1:-1]} FROM {stage} WHERE missing IS NOT NULL"
         return set(self._run(query).fetchall())
 
-    def _apply_counted(self, stage: str) -> None:
-        """Bring the copies of each row, of a table without a key, to their new number.
-
-        :raises TargetConflict: when there are fewer than are to be removed.
-        """
+    def apply_counted(self, staged: Staged) -> None:
+        """See ``TargetTable.apply_counted``: the copies of each row are brought to their new number."""
+        stage = quoted(str(staged.relation))
         insert = f"INSERT INTO {self._table} {listed(self._names)} VALUES {marks(len(self._names))}"
         equal = f"{listed(self._names)} IS {marks(len(self._names))}"
         for count, *row in self._run(f"SELECT count, {self._places()[1:-1]} FROM {stage} ORDER BY count"):
