@@ -357,7 +357,7 @@ class PipelineUnderTest:
                     continue
                 target = targets[chunk.table]
                 read = plan_chunk_read(source, dsn, target.table, chunk, origin)
-                result = copy_chunk(ChunkTask(sink, record.epoch, target, chunk, read))
+                result = copy_chunk(ChunkTask(sink, record.epoch, target, chunk, read, self.pipeline.transform))
                 if isinstance(result, CdcError):
                     raise result
 
@@ -404,7 +404,7 @@ def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> Ch
     with connected(pipeline.source.dsn) as source:
         read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, Origin.of(record.identity))
     sink = sink_of(pipeline, "snapshot-0")
-    return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read)
+    return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read, pipeline.transform)
 
 
 def copy_chunk_of(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> int | CdcError:

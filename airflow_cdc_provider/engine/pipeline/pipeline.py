@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from airflow_cdc_provider.engine.changes.row_transform import Identity, RowTransform
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.section_values import (
@@ -69,6 +70,11 @@ class Pipeline:
     spark: SparkSettings = field(default_factory=SparkSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     messages: MessageSettings = field(default_factory=MessageSettings)
+
+    @property
+    def transform(self) -> RowTransform:
+        """What is done to rows on their way to the sinks; no key of a file asks for anything yet."""
+        return Identity()
 
     @property
     def sink(self) -> SinkSettings:

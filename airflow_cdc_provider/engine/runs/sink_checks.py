@@ -53,7 +53,12 @@ def check_targets(
 
 def targets_of(branch: Pipeline, tables: Sequence[Table]) -> list[Target]:
     """Return the targets of tables in the sink of a branch."""
-    return [Target(table, *target_name(branch, table)) for table in tables]
+    return [target_for(branch, table) for table in tables]
+
+
+def target_for(branch: Pipeline, table: Table) -> Target:
+    """Return the target of a table in the sink of a branch, as it is defined after the pipeline's row transform."""
+    return Target(branch.transform.table(table), *target_name(branch, table))
 
 
 def require_mode(branch: Pipeline, identity: Mapping[str, Any]) -> str:

@@ -63,7 +63,7 @@ def stage_rows(run: Run, rows: DataFrame, table: Table, name: str, unit: int, se
     :param segment: see :class:`.TopicStage`.
     :raises CdcError: what a task was refused for.
     """
-    stage = TopicStage(run.sink, run.epoch, f"{run.epoch}_{name}", table, unit, segment)
+    stage = TopicStage(run.sink, run.epoch, f"{run.epoch}_{name}", table, unit, segment, run.pipeline.transform)
     told = by_place(rows, table).mapInArrow(stage, "message binary").collect()
     found = [pickle.loads(row.message) for row in told]
     for message in found:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
-from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.runs.commit_records import (
 )
 from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, write_ledger
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
-from airflow_cdc_provider.engine.runs.sink_checks import check_targets, require_mode, target_name
+from airflow_cdc_provider.engine.runs.sink_checks import check_targets, require_mode, target_for, target_name
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import Position
@@ -120,8 +120,7 @@ def _begin(pipeline: Pipeline, new: Sequence[Pipeline], record: Record | None) -
     require(_check_table(pipeline, table))
     identity = _first_position(pipeline, stateful) if record is None else _without_mode(record.identity)
     for branch in new:
-        target = Target(table, *target_name(branch, table))
-        sink_of(branch).prepare([target], [], {**identity, "mode": branch.sink.mode}, 0)
+        sink_of(branch).prepare([target_for(branch, table)], [], {**identity, "mode": branch.sink.mode}, 0)
 
 
 def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:

@@ -21,6 +21,7 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine.changes.effects import array_literal, quoted_name
+from airflow_cdc_provider.engine.changes.row_transform import RowTransform, transformed_effect
 from airflow_cdc_provider.engine.comparison.hash_sums import hashes_of
 from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OP, UNCHANGED, Effect
 from airflow_cdc_provider.engine.core.errors import CdcError, ValueRefused
@@ -65,7 +66,8 @@ class TopicStage:
     batch: str
     table: Table
     unit: int
-    segment: int = 0
+    segment: int
+    transform: RowTransform
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         message: StagedPiece | CdcError
@@ -88,7 +90,7 @@ class TopicStage:
         count = 0
         for rows in _portions(batches):
             first = (self.segment << SEGMENT_BITS) + (index << _PARTITION_BITS) + count + 1
-            effect = self._effect(rows, first)
+            effect = transformed_effect(self.transform, self.table, self._effect(rows, first))
             attempt = f"{self.batch}_{index}_{uuid.uuid4().hex[:8]}"
             staged += self.sink.stage(self.epoch, attempt, [effect])
             count += rows.num_rows

@@ -269,7 +269,7 @@ def require_query(spark: SparkSession, pipeline: Pipeline, record: Record) -> Sh
     :raises ConfigError: naming what differs.
     """
     shape = shape_of(spark, pipeline)
-    _require_same(shape.table, record.targets[0].table)
+    _require_same(pipeline.transform.table(shape.table), record.targets[0].table)
     if shape.stateful != Position.of(record).stateful:
         raise ConfigError(
             f"source.sql keeps {'state' if shape.stateful else 'no state'}, but the pipeline has been provisioned with"

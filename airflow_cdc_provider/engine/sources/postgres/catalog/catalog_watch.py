@@ -157,7 +157,7 @@ def _now(
             " other columns or rows were published; changes are lost to the stream",
             again,
         )
-    return now
+    return pipeline.transform.table(now)
 
 
 def _accounted(before: Table, now: Table, named: frozenset[int], truncated: frozenset[int]) -> Table:

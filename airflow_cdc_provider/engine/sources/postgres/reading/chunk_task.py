@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 
+from airflow_cdc_provider.engine.changes.row_transform import RowTransform, transformed_rows
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.chunk_ranges import Place
 from airflow_cdc_provider.engine.core.errors import CdcError
@@ -31,6 +32,7 @@ class ChunkTask:
     target: Target
     chunk: Chunk
     read: Read
+    transform: RowTransform
 
     @property
     def place(self) -> Place:
@@ -46,7 +48,8 @@ def write_chunk(task: ChunkTask) -> Any:
     """Read one chunk and write it; runs on an executor. Errors are returned: Spark would only try again at once."""
 
     def write(batches: Iterator[pa.RecordBatch], finish: Callable[[], Watermark]) -> Any:
-        return task.sink.write_chunk(task.epoch, task.target, task.chunk, task.read.origin, batches, finish)
+        made = transformed_rows(task.transform, task.target.table, batches)
+        return task.sink.write_chunk(task.epoch, task.target, task.chunk, task.read.origin, made, finish)
 
     written = _with_errors_returned(task, lambda: write_rows(task.read, write))
     if not isinstance(written, CdcError):

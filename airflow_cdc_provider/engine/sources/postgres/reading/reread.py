@@ -23,6 +23,7 @@ import psycopg2
 import pyarrow as pa
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine.changes.row_transform import transformed_rows
 from airflow_cdc_provider.engine.core.errors import (
     ConfigError,
     GateClosed,
@@ -166,7 +167,8 @@ def _replace(
     batches: Iterator[pa.RecordBatch],
     finish: Callable[[], Watermark],
 ) -> int:
-    return run.sink.replace(run.epoch, target, keys, batches, finish, before)
+    made = transformed_rows(run.pipeline.transform, target.table, batches)
+    return run.sink.replace(run.epoch, target, keys, made, finish, before)
 
 
 def adopt(run: Run, label: str, barriers: Barriers) -> int:
@@ -205,7 +207,7 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             origin = Origin.of(record.identity)
             read = plan_chunk_read(source, postgres_settings(pipeline).dsn, table, None, origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
-        replace = partial(_replace, run, Target(table, *place), None, before)
+        replace = partial(_replace, run, Target(pipeline.transform.table(table), *place), None, before)
         try:
             written = write_rows(read, replace, CONTROL_LOCK_SECONDS)
             _note(run, record, published)

@@ -63,7 +63,7 @@ def copy_chunks(
                 target = targets[chunk.table]
                 origin = Origin.of(own.identity)
                 read = plan_chunk_read(source, postgres_settings(pipeline).dsn, target.table, chunk, origin)
-                tasks.append((branch, ChunkTask(branch.sink, run.epoch, target, chunk, read)))
+                tasks.append((branch, ChunkTask(branch.sink, run.epoch, target, chunk, read, pipeline.transform)))
     started = looked = time.monotonic()
     left = Counter(task.place for _, task in tasks)
     places = frozenset(left)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.changes.effects import TableFilter, between, effects
+from airflow_cdc_provider.engine.changes.row_transform import RowTransform, transformed_effect
 from airflow_cdc_provider.engine.changes.schema_change import Misfit, first_misfit
 from airflow_cdc_provider.engine.core.errors import CdcError, values_hidden
 from airflow_cdc_provider.engine.core.record import Record, Target
@@ -73,6 +74,7 @@ class Stage:
     filters: dict[str, TableFilter]
     high: int
     source_dsn: str = field(repr=False)
+    transform: RowTransform
     since: int = 0
     before: int = END
 
@@ -146,7 +148,8 @@ class Stage:
         finally:
             if source is not None:
                 source.close()
-        staged = self.sink.stage(self.epoch, f"{self.epoch}_{index}_{uuid.uuid4().hex[:12]}", net.effects)
+        made = [transformed_effect(self.transform, labelled[each.label].table, each) for each in net.effects]
+        staged = self.sink.stage(self.epoch, f"{self.epoch}_{index}_{uuid.uuid4().hex[:12]}", made)
         xids = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(c.xid for c in decoded)]))
         return StagedPiece(
             start,

@@ -171,6 +171,7 @@ class Units(SchemaFollowing):
             filters,
             self.record.high,
             postgres_settings(self.run.pipeline).dsn,
+            self.run.pipeline.transform,
             since,
             before,
         )
