@@ -36,7 +36,7 @@ from tests.support.kafka_server import make_broker
 from tests.support.schema_registry import registry_at
 from tests.support.spark_jvm import end_jvm
 
-pytest.register_assert_rewrite("tests.sinks.contract")
+pytest.register_assert_rewrite("tests.sinks.begun_sink", "tests.sinks.contract", "tests.sinks.contract_rows")
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

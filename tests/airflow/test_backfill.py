@@ -18,7 +18,8 @@ from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.support.pipelines import UNHURRIED, PipelineUnderTest, transaction
+from tests.support.databases import transaction
+from tests.support.pipelines import UNHURRIED, PipelineUnderTest
 from tests.support.threads import Stoppable
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1500)]

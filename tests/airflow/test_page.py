@@ -25,7 +25,8 @@ from tests.airflow.browser import LOOKS, Browser
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, execute
+from tests.support.databases import execute
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
 

@@ -40,7 +40,8 @@ from airflow_cdc_provider.plugins.reports import Report, Reports, read_report
 from airflow_cdc_provider.plugins.slot_polls import Poll, SlotPolls
 from airflow_cdc_provider.plugins.spark_ui import SparkJob, address_of, explain, page
 from tests.conftest import Databases
-from tests.support.pipelines import SECONDS, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.airflow

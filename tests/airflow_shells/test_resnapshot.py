@@ -29,7 +29,8 @@ from airflow_cdc_provider.operators.resnapshot import CdcResnapshotOperator
 from airflow_cdc_provider.triggers import request as triggers
 from airflow_cdc_provider.triggers.request import RequestTrigger
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, transaction
+from tests.support.databases import transaction
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, SparklessRun
 from tests.support.streaming import Streaming
 from tests.support.threads import Stoppable

@@ -28,7 +28,8 @@ from airflow_cdc_provider.engine.state.history import read_history
 from local_servers.postgres import PostgresServer
 from local_servers.process import find_free_port
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
-from tests.support.pipelines import PipelineUnderTest, execute, query_rows
+from tests.support.databases import execute, query_rows
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.scrape import scrape
 
 TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"

@@ -23,7 +23,9 @@ from airflow_cdc_provider.engine.core.signals import SignalCame
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
-from tests.support.pipelines import SECONDS, Command, Outcome, PipelineUnderTest, transaction
+from tests.support.databases import transaction
+from tests.support.patience import SECONDS
+from tests.support.pipelines import Command, Outcome, PipelineUnderTest
 
 TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"
 ROWS = "INSERT INTO public.t SELECT n, 'row' FROM generate_series(1, 100) n"

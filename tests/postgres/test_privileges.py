@@ -19,7 +19,8 @@ from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPri
 from airflow_cdc_provider.engine.core.findings import Finding
 from local_servers.postgres import PostgresServer
 from tests.conftest import SESSION_SETTINGS, Databases, drop_database
-from tests.support.pipelines import PipelineUnderTest, execute, query_rows
+from tests.support.databases import execute, query_rows
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

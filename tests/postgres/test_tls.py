@@ -33,7 +33,9 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, SESSION_SETTINGS, Databases, create_database, create_roles
 from tests.support.airflow_support import connection_json
-from tests.support.pipelines import PipelineUnderTest, execute, reader_naps, slot_reader
+from tests.support.databases import execute
+from tests.support.pipelines import PipelineUnderTest
+from tests.support.slot_reading import reader_naps, slot_reader
 
 pytestmark = pytest.mark.slow
 

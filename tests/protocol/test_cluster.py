@@ -25,7 +25,8 @@ from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshot
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from tests.airflow_shells.test_spark_jobs import Jobs, Task
 from tests.conftest import Databases
-from tests.support.pipelines import SPARK_CONF, PipelineUnderTest, execute
+from tests.support.databases import execute
+from tests.support.pipelines import SPARK_CONF, PipelineUnderTest
 from tests.support.spark_cluster import PASSWORD, Cluster, cluster, make_python
 
 __all__ = ["cluster"]

@@ -24,7 +24,8 @@ from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
 from tests.conftest import Databases, ServerMaker
 from tests.support.changelogs import assert_same_values, fold
-from tests.support.pipelines import PipelineUnderTest, copy_chunk_of
+from tests.support.engine_parts import copy_chunk_of
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -34,15 +34,10 @@ from local_servers.postgres import PostgresServer
 from local_servers.process import find_free_port
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, assert_healed, carry_out, content, refused
-from tests.support.pipelines import (
-    SECONDS,
-    PipelineUnderTest,
-    apply_stream,
-    chunk_task,
-    execute,
-    follow_log,
-    query_rows,
-)
+from tests.support.databases import execute, query_rows
+from tests.support.engine_parts import apply_stream, chunk_task, follow_log
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.slow

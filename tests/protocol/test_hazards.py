@@ -29,8 +29,10 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
+from tests.support.databases import execute, query_rows, transaction
 from tests.support.hostile import connected_plainly
-from tests.support.pipelines import SECONDS, PipelineUnderTest, execute, query_rows, transaction
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.slow

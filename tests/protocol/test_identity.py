@@ -12,7 +12,9 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege, TargetConflict, UncapturableTable
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.support.changelogs import assert_same_values
-from tests.support.pipelines import PipelineUnderTest, copy_chunk_of, transaction
+from tests.support.databases import transaction
+from tests.support.engine_parts import copy_chunk_of
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,8 @@ from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Unit
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases, ServerMaker, create_database
-from tests.support.pipelines import PipelineUnderTest, transaction
+from tests.support.databases import transaction
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,8 @@ from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.errors import ConfigError, ProtocolError, TargetConflict, UncapturableTable
 from tests.changes.test_collapse import COLUMNS, Event, Row, changes_of
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, transaction
+from tests.support.databases import transaction
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -23,9 +23,10 @@ from airflow_cdc_provider.engine.sinks.postgres.key_equality import TargetKey
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import range_condition
 from local_servers.postgres import PostgresServer
 from tests.conftest import SESSION_SETTINGS, Databases, create_database, create_roles, drop_database
-from tests.sinks.contract import TABLE
+from tests.sinks.begun_sink import TABLE
 from tests.support.changelogs import assert_same_values
-from tests.support.pipelines import PipelineUnderTest, execute, transaction
+from tests.support.databases import execute, transaction
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

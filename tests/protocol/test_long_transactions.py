@@ -20,7 +20,8 @@ from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import re
 from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
-from tests.support.pipelines import PipelineUnderTest, execute, transaction
+from tests.support.databases import execute, transaction
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.standby import WITHOUT_STANDBY, commits_that_wait
 from tests.support.streaming import SECONDS, Streaming
 

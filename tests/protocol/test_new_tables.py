@@ -18,7 +18,9 @@ from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import B
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import RESNAPSHOT
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, apply_stream, transaction
+from tests.support.databases import transaction
+from tests.support.engine_parts import apply_stream
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,9 @@ from local_servers.postgres import PostgresServer
 from local_servers.process import find_free_port
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker, create_database
 from tests.support.airflow_support import connection_json
-from tests.support.pipelines import SECONDS, PipelineUnderTest, execute
+from tests.support.databases import execute
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 
 CORES = ("n0tTellingSource", "n0tTellingSink")
 SOURCE, SINK = (f"p@:/?#[]% &+=ö'\"\\{core}" for core in CORES)

@@ -15,7 +15,9 @@ from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from tests.conftest import SESSION_SETTINGS, Databases, ServerMaker
-from tests.support.pipelines import PipelineUnderTest, apply_stream, execute, query_rows, transaction
+from tests.support.databases import execute, query_rows, transaction
+from tests.support.engine_parts import apply_stream
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,8 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from tests.conftest import Databases
 from tests.support.changelogs import assert_same_values
-from tests.support.pipelines import PipelineUnderTest, execute, transaction
+from tests.support.databases import execute, transaction
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, execute
+from tests.support.databases import execute
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, SparklessRun
 
 

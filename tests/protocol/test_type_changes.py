@@ -20,7 +20,8 @@ from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import catalog_state
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
 from tests.conftest import Databases, ServerMaker
-from tests.support.pipelines import PipelineUnderTest, copy_chunk_of
+from tests.support.engine_parts import copy_chunk_of
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,8 @@ from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.repairs.scene import TABLE
-from tests.support.pipelines import PipelineUnderTest, execute, transaction
+from tests.support.databases import execute, transaction
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.postgres import PostgresServer
-from tests.support.pipelines import execute, query_rows
+from tests.support.databases import execute, query_rows
 
 VERSION = "3.2.0.Final"
 AVRO_DATA = "io.apicurio:apicurio-registry-utils-converter:3.0.9"

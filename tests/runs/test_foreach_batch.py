@@ -14,7 +14,8 @@ from airflow_cdc_provider.engine.runs.foreach_batch import Batches
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.state.heartbeat import STREAM
 from tests.conftest import Databases
-from tests.support.pipelines import SECONDS, SPARK_CONF, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import SPARK_CONF, PipelineUnderTest
 from tests.support.spark_jvm import local_session
 
 pytestmark = pytest.mark.spark

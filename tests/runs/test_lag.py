@@ -17,7 +17,9 @@ from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import H
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
 from tests.conftest import Databases
-from tests.support.pipelines import SECONDS, execute, slot_reader
+from tests.support.databases import execute
+from tests.support.patience import SECONDS
+from tests.support.slot_reading import slot_reader
 
 
 class Clock:

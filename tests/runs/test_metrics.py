@@ -31,7 +31,8 @@ from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner
 from airflow_cdc_provider.engine.state.history import read_history
 from tests.conftest import Databases
-from tests.support.pipelines import SECONDS, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.scrape import scrape
 from tests.support.streaming import Streaming
 

@@ -26,7 +26,9 @@ from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, drop_database
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, assert_healed
-from tests.support.pipelines import PipelineUnderTest, copy_chunk_of, execute
+from tests.support.databases import execute
+from tests.support.engine_parts import copy_chunk_of
+from tests.support.pipelines import PipelineUnderTest
 
 FORGET = "DELETE FROM airflow_cdc.pipelines"
 

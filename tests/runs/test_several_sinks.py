@@ -26,7 +26,10 @@ from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, as_pipeline_role, create_database
 from tests.support.audited import AUDITED, assert_exactly_once, writing
-from tests.support.pipelines import SECONDS, PipelineUnderTest, copy_chunk_of, query_rows
+from tests.support.databases import query_rows
+from tests.support.engine_parts import copy_chunk_of
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, SparklessRun
 
 OTHER = "other"

@@ -36,7 +36,9 @@ from airflow_cdc_provider.engine.state.heartbeat import (
     write_heartbeat,
 )
 from tests.conftest import Databases
-from tests.support.pipelines import SECONDS, PipelineUnderTest, chunk_task
+from tests.support.engine_parts import chunk_task
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow

@@ -37,19 +37,12 @@ from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from tests.conftest import Databases
-from tests.sinks.contract import (
-    NEW,
-    TARGET,
-    WHOLE,
-    Begun,
-    MirrorContract,
-    ProtocolContract,
-    SinkUnderTest,
-    batch,
-    begin,
-)
+from tests.sinks.begun_sink import NEW, TARGET, WHOLE, Begun, SinkUnderTest, batch, begin
+from tests.sinks.contract import ProtocolContract
+from tests.sinks.contract_rows import MirrorContract
 from tests.support.audited import AUDITED, writing
-from tests.support.pipelines import PipelineUnderTest, query_rows
+from tests.support.databases import query_rows
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow

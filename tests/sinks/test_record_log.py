@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
-from tests.sinks.contract import IDENTITY, TARGET, WHOLE
+from tests.sinks.begun_sink import IDENTITY, TARGET, WHOLE
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.sinks.test_record_log"])

@@ -17,7 +17,8 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.spark import jvm
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
-from tests.support.pipelines import SECONDS, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 DIES = 'Exception in thread "main" java.io.IOException: No space left on device'

@@ -22,7 +22,8 @@ from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import Strea
 from airflow_cdc_provider.engine.spark import worker_memory
 from benchmarks.sinks import NoopSink
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, copy_chunk_of
+from tests.support.engine_parts import copy_chunk_of
+from tests.support.pipelines import PipelineUnderTest
 
 
 @pytest.fixture(autouse=True)

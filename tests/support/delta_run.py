@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from tests.support.delta_spark import delta_session
-from tests.support.pipelines import apply_stream, copy_chunk_of
+from tests.support.engine_parts import apply_stream, copy_chunk_of
 
 
 def main(file: Path, reread: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from airflow_cdc_provider.engine.sinks.kafka.staging_topic import CHUNKS, SUFFIX, UNITS, Blob
 from airflow_cdc_provider.engine.sinks.staged import Staged
-from tests.sinks.contract import SinkUnderTest
+from tests.sinks.begun_sink import SinkUnderTest
 
 INTERNAL = "__"
 

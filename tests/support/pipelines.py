@@ -11,28 +11,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-import psycopg
-import pyarrow as pa
 import pytest
 import yaml
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError
-from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -40,22 +32,16 @@ from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.slots import emit_marker, read_slot
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
-from airflow_cdc_provider.engine.runs.progress import StreamProgress
-from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
-from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
-from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
-from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.conftest import Databases
 from tests.support.class_archive import ARCHIVE, JVM_OPTIONS
+from tests.support.databases import execute, query_rows
+from tests.support.engine_parts import apply_stream, copy_chunk_of
+from tests.support.patience import SECONDS
 
 COMMAND = Path(sys.executable).with_name("airflow-cdc")
-SECONDS = 120.0
-"""How long a command or a state is waited for; far beyond what it takes, since the machine may be busy."""
+
 
 # Spark's start dominates these tests: no web server, and what the archive of classes saves.
 SPARK_CONF = {
@@ -67,6 +53,7 @@ SPARK_CONF = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
 }
+
 
 # For streams that live long beside the matter of a test: each batch, and each heartbeat is one, takes a tenth of a
 # second of a core.
@@ -364,164 +351,3 @@ class PipelineUnderTest:
     def apply(self) -> None:
         """Apply everything that is committed at the source now; see :func:`apply_stream`."""
         apply_stream(self.pipeline, self.marker())
-
-
-def execute(dsn: str, *statements: str) -> None:
-    """Execute statements, each a transaction."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        for statement in statements:
-            connection.execute(statement.encode())
-
-
-def query_rows(dsn: str, query: str) -> list[tuple[Any, ...]]:
-    """Execute a query and return its rows."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        return connection.execute(query.encode()).fetchall()
-
-
-@contextmanager
-def transaction(dsn: str, *statements: str) -> Iterator[psycopg.Connection[Any]]:
-    """A session with an open transaction, which the test ends; rolled back if it does not."""
-    connection = psycopg.connect(dsn)
-    try:
-        for statement in statements:
-            connection.execute(statement.encode())
-        yield connection
-    finally:
-        connection.close()
-
-
-# -- the engine's parts without Spark's scheduler ------------------------------------------------------
-
-
-def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> ChunkTask:
-    """The task that the snapshot job would send to an executor.
-
-    :param epoch: the run's; the record's own by default.
-    """
-    record = existing_record(pipeline)
-    (target,) = (t for t in record.targets if t.table.label == chunk.table)
-    with connected(pipeline.source.dsn) as source:
-        read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, Origin.of(record.identity))
-    sink = sink_of(pipeline, "snapshot-0")
-    return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read, pipeline.transform)
-
-
-def copy_chunk_of(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> int | CdcError:
-    """Copy a chunk as a task of the snapshot does: rows written, or the error that the driver would raise."""
-    return copy_chunk(chunk_task(pipeline, chunk, epoch))
-
-
-def _stage_here(
-    pieces: Sequence[pa.RecordBatch], stage: Stage, hear: Callable[[object], None] | None = None
-) -> list[Any]:
-    """Stage one piece after the other, and tell of each, as tasks do."""
-    messages = []
-    for piece in pieces:
-        for staged in stage(iter([piece])):
-            messages += map(pickle.loads, staged.column("message").to_pylist())
-            if hear is not None:
-                hear(messages[-1])
-    return messages
-
-
-def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None:
-    """Follow the log until ``until`` is applied and acknowledged: the stream job, without Spark's scheduler.
-
-    Gate and epoch, slot reader, cuts, staging, commit and re-reads are the engine's own; what is missing is that
-    tasks run elsewhere, and the checkpoint, which is a cursor.
-
-    :param until: end LSN of a marker.
-    :param takeover: go on although another run is alive.
-    """
-    with run_part(pipeline, "stream", None, takeover) as (run, record):
-        follow_log(run, record, until)
-
-
-def follow_log(
-    run: Run, record: Record, until: int | None, report: Callable[[StreamProgress], None] = lambda progress: None
-) -> None:
-    """One attempt of the stream job; with ``until`` ``None`` it goes on until the run is asked to stop."""
-    job = StreamJob(None, run, record, report)  # type: ignore[arg-type]
-    job._handout.stage = _stage_here  # type: ignore[assignment,method-assign]
-    job._sweep()
-    reader = SlotStreamReader(job._source_options())
-    try:
-        with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
-            job._gate(source)
-            job._look(source)
-        _follow(run, job, reader, until)
-    finally:
-        reader.stop()
-    if job._units.refusal is not None:
-        raise job._units.refusal
-
-
-def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None) -> None:
-    pipeline = run.pipeline
-    limit = reader.getDefaultReadLimit()
-    start, number = reader.initialOffset(), 0
-
-    def passed() -> bool:
-        nonlocal start, number
-        end = reader.latestOffset(start, limit)
-        run.progress = job._progress().as_dict()
-        if until is None and run.stopping:
-            return True
-        if job._units.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
-            return True
-        if end == start:
-            return False
-        partitions = reader.partitions(start, end)
-        job._batch([batch for partition in partitions for batch in reader.read(partition)], number)  # type: ignore[arg-type]
-        start, number = end, number + 1
-        return False
-
-    if until is None:
-        while not passed():
-            run.wait(0.02)
-        return
-    assert await_condition(passed, SECONDS), f"the stream did not reach {until:X}"
-    applied = existing_record(pipeline).applied
-
-    def acknowledged() -> bool:
-        with connected(pipeline.source.dsn) as source:
-            state = read_slot(source, pipeline.source.slot)
-        return state is not None and state.confirmed_flush_lsn >= applied
-
-    assert await_condition(acknowledged, SECONDS), f"{applied:X} was not acknowledged"
-
-
-@contextmanager
-def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
-    """A table, a publication, a slot, and a reader on it, with the slot's consistent point.
-
-    :param waiting: statements that are in the log before the reader comes.
-    """
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
-        slot = f"s_{connection.info.dbname}"
-        row = connection.execute("SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
-        start = parse_lsn(row.fetchone()[0])  # type: ignore[index]
-        for statement in waiting:
-            connection.execute(statement)
-    reader = WalReader(dsn, slot, "p", start, **arguments)
-    try:
-        yield reader, start
-    finally:
-        reader.close()
-
-
-def reader_naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of each sleep that readers of the log take from now on, also where they oversleep."""
-    monkeypatch.setattr(wal_reader, "_AWAKE_SECONDS", 0.0)
-    naps: list[float] = []
-    sleep = time.sleep
-
-    def counted(seconds: float) -> None:
-        if threading.current_thread().name == "wal-reader":
-            naps.append(seconds)
-        sleep(seconds)
-
-    monkeypatch.setattr(time, "sleep", counted)
-    return naps

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from airflow_cdc_provider.engine.core.table import Column
-from tests.sinks.contract import IDENTITY, LABEL, NEW, OTHER, TABLE, TARGET, WHOLE, Begun
+from tests.sinks.begun_sink import IDENTITY, LABEL, NEW, OTHER, TABLE, TARGET, WHOLE, Begun
 
 COLUMN = Column("more", "text", 25, None, False, True, attnum=4)
 WIDER = replace(TARGET, table=replace(TABLE, columns=(*TABLE.columns, COLUMN)))

@@ -32,7 +32,8 @@ from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.postgres import fence
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock
 from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
-from tests.support.pipelines import SECONDS, apply_stream, copy_chunk_of
+from tests.support.engine_parts import apply_stream, copy_chunk_of
+from tests.support.patience import SECONDS
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.sparkless"])

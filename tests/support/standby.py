@@ -10,7 +10,8 @@ import psycopg
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.postgres import PostgresServer
-from tests.support.pipelines import SECONDS, execute, query_rows
+from tests.support.databases import execute, query_rows
+from tests.support.patience import SECONDS
 
 WITHOUT_STANDBY = {"synchronous_standby_names": "nobody", "synchronous_commit": "local"}
 """Settings of such a server: who wants to wait for the standby, waits."""

@@ -12,7 +12,8 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
-from tests.support.pipelines import PipelineUnderTest, follow_log
+from tests.support.engine_parts import follow_log
+from tests.support.pipelines import PipelineUnderTest
 
 SECONDS = 90.0
 

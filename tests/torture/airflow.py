@@ -19,7 +19,8 @@ from airflow_cdc_provider.hooks.process_group import _GUARD
 from local_servers.airflow import AirflowStack
 from local_servers.airflow_client import FINAL_STATES
 from tests.support.airflow_support import ROOT, connection_json
-from tests.support.pipelines import SECONDS, Outcome
+from tests.support.patience import SECONDS
+from tests.support.pipelines import Outcome
 
 DAG = "torture"
 _DAGS = Path(__file__).parent / "dags"

@@ -23,7 +23,8 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, read_heartbeats
 from local_servers.postgres import PostgresServer
-from tests.support.pipelines import SECONDS, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.threads import Stoppable
 from tests.torture.driver import END_SECONDS, Driver
 from tests.torture.history import Truth

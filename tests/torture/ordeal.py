@@ -16,7 +16,8 @@ import psycopg
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, create_database, create_roles
-from tests.support.pipelines import PipelineUnderTest, execute, query_rows
+from tests.support.databases import execute, query_rows
+from tests.support.pipelines import PipelineUnderTest
 from tests.torture.airflow import Airflow
 from tests.torture.checks import violations
 from tests.torture.driver import Driver

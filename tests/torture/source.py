@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.postgres.timeline import parse_history
 from local_servers.postgres import PostgresServer
 from local_servers.process import find_free_port
 from tests.conftest import create_roles
-from tests.support.pipelines import execute, query_rows
+from tests.support.databases import execute, query_rows
 
 _STANDBY = """
 port = {port}

@@ -21,8 +21,9 @@ from airflow_cdc_provider.engine.sources.postgres.provision.slot import drop_slo
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, Databases, create_database, create_roles
 from tests.protocol.outages.scene import QUICK, SCHEMA
+from tests.support.databases import execute
 from tests.support.network import Network
-from tests.support.pipelines import PipelineUnderTest, execute
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.proxy import Proxy
 
 _numbers = itertools.count(1)

@@ -16,8 +16,10 @@ import pytest
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
+from tests.support.databases import execute, query_rows
+from tests.support.engine_parts import copy_chunk_of
 from tests.support.network import Network
-from tests.support.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.proxy import Proxy
 from tests.support.streaming import SECONDS, Streaming
 

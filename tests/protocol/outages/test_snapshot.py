@@ -35,7 +35,9 @@ from tests.protocol.outages.scene import (
     small_tablespace,
     stopped,
 )
-from tests.support.pipelines import PipelineUnderTest, copy_chunk_of, execute, query_rows
+from tests.support.databases import execute, query_rows
+from tests.support.engine_parts import copy_chunk_of
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

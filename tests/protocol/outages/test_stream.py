@@ -41,7 +41,8 @@ from tests.protocol.outages.scene import (
     small_tablespace,
     stopped,
 )
-from tests.support.pipelines import PipelineUnderTest, execute, query_rows
+from tests.support.databases import execute, query_rows
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from tests.support.pipelines import PipelineUnderTest, query_rows
+from tests.support.databases import query_rows
+from tests.support.pipelines import PipelineUnderTest
 
 SECONDS = 60.0
 # Long enough, and hard enough to compress, to be stored out of line, so that updates do not send it.

@@ -11,7 +11,7 @@ from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import S
 from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker
 from tests.protocol.races.scene import Make
-from tests.support.pipelines import copy_chunk_of
+from tests.support.engine_parts import copy_chunk_of
 
 pytestmark = pytest.mark.slow
 

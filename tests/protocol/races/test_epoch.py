@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.protocol.races.scene import SECONDS, Make, await_waiting
-from tests.support.pipelines import chunk_task, copy_chunk_of
+from tests.support.engine_parts import chunk_task, copy_chunk_of
 
 pytestmark = pytest.mark.slow
 

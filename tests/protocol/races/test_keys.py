@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.protocol.races.scene import Make, Mode, events
-from tests.support.pipelines import transaction
+from tests.support.databases import transaction
 
 pytestmark = pytest.mark.slow
 

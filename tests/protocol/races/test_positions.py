@@ -9,7 +9,8 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.protocol.races.scene import Make, Mode, events
-from tests.support.pipelines import SECONDS, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

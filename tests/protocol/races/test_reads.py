@@ -14,7 +14,8 @@ from airflow_cdc_provider.engine.sinks.postgres import units as postgres
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.protocol.races.scene import SECONDS, Make, Mode, await_waiting
-from tests.support.pipelines import chunk_task, copy_chunk_of, transaction
+from tests.support.databases import transaction
+from tests.support.engine_parts import chunk_task, copy_chunk_of
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,8 @@ from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import B
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.protocol.repairs.scene import DROP_SLOT, LOST, ROWS, TABLE, Make, Mode, assert_healed, carry_out, refused
-from tests.support.pipelines import PipelineUnderTest, execute
+from tests.support.databases import execute
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

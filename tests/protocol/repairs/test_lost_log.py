@@ -9,7 +9,8 @@ from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.conftest import ServerMaker
 from tests.protocol.repairs.scene import LOST, Make, assert_healed, carry_out, refused
-from tests.support.pipelines import SECONDS, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReader
 from tests.protocol.repairs.scene import LOST, Make, assert_healed
-from tests.support.pipelines import SECONDS, PipelineUnderTest
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
 from tests.protocol.repairs.scene import LOST, ROWS, TABLE, Make, Mode, assert_healed, carry_out, content, refused
-from tests.support.pipelines import PipelineUnderTest, execute, query_rows
+from tests.support.databases import execute, query_rows
+from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 

@@ -41,7 +41,7 @@ from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
-from tests.sinks.contract import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
+from tests.sinks.begun_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
 from tests.support.files_sink import column, table
 
 FIRST = f"{0:020}.json"

@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
-from tests.sinks.contract import (
+from tests.sinks.begun_sink import (
     IDENTITY,
     LABEL,
     ORIGIN,
@@ -46,15 +46,13 @@ from tests.sinks.contract import (
     WATERMARK,
     WHOLE,
     Begun,
-    ChangelogContract,
-    LakeContract,
-    MirrorContract,
-    ProtocolContract,
     SinkUnderTest,
     change,
     text,
     upsert,
 )
+from tests.sinks.contract import ProtocolContract
+from tests.sinks.contract_rows import ChangelogContract, LakeContract, MirrorContract
 from tests.support.delta_spark import delta_session
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]

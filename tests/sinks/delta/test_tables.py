@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.sinks.delta.plugin import DeltaPlugin
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
-from tests.sinks.contract import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, text
+from tests.sinks.begun_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, text
 from tests.support.delta_spark import delta_session
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]

@@ -30,8 +30,10 @@ from airflow_cdc_provider.engine.sinks.record_log.read_position import FIRST_REA
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged
-from tests.sinks import contract
-from tests.sinks.contract import OTHER, ChangelogContract, LakeContract, ProtocolContract, SinkUnderTest
+from tests.sinks import begun_sink
+from tests.sinks.begun_sink import OTHER, SinkUnderTest
+from tests.sinks.contract import ProtocolContract
+from tests.sinks.contract_rows import ChangelogContract, LakeContract
 from tests.support.files_sink import (
     AT,
     BODY,
@@ -95,7 +97,7 @@ class FilesStore(SinkUnderTest):
         return set(self.empty.root.files())
 
     def staged(self) -> int:
-        named = {name for target in (contract.TARGET, OTHER) for name in paths(self.empty, folder_of(target))}
+        named = {name for target in (begun_sink.TARGET, OTHER) for name in paths(self.empty, folder_of(target))}
         written = {self.empty.root.location(name) for name in data_files(self.empty)}
         return len(written - named)
 

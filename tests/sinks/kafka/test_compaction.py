@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
-from tests.sinks.contract import LABEL, NEW, OTHER, WHOLE, Begun, begin
+from tests.sinks.begun_sink import LABEL, NEW, OTHER, WHOLE, Begun, begin
 from tests.support.kafka_server import SECONDS, make_broker
 from tests.support.kafka_sink import KafkaStore, consumed
 

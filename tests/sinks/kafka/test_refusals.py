@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.kafka import cluster
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka import staging_topic, transactions
 from local_servers.kafka import KafkaServer
-from tests.sinks.contract import TARGET, begin
+from tests.sinks.begun_sink import TARGET, begin
 from tests.support.kafka_sink import KafkaStore, clear
 from tests.support.refusals import steps
 

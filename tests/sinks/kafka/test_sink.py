@@ -25,19 +25,9 @@ from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.kafka import record_topic
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from local_servers.kafka import KafkaServer
-from tests.sinks.contract import (
-    IDENTITY,
-    NEW,
-    TABLE,
-    TARGET,
-    WATERMARK,
-    WHOLE,
-    ChangelogContract,
-    LakeContract,
-    ProtocolContract,
-    begin,
-    change,
-)
+from tests.sinks.begun_sink import IDENTITY, NEW, TABLE, TARGET, WATERMARK, WHOLE, begin, change
+from tests.sinks.contract import ProtocolContract
+from tests.sinks.contract_rows import ChangelogContract, LakeContract
 from tests.support.kafka_sink import KafkaStore, clear, send, settings
 
 

@@ -29,7 +29,7 @@ from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX, Journal
 from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
 from local_servers.kafka import KafkaServer, Login
-from tests.sinks.contract import IDENTITY, TARGET, WHOLE, Begun, begin
+from tests.sinks.begun_sink import IDENTITY, TARGET, WHOLE, Begun, begin
 from tests.support.kafka_server import make_broker
 from tests.support.kafka_sink import KafkaStore, clear, consumed
 

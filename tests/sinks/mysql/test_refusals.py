@@ -11,7 +11,7 @@ import pytest
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.record import Mode
 from local_servers.mariadb import MariadbServer
-from tests.sinks.contract import LABEL, NEW, TABLE, TARGET, WHOLE, Begun, begin
+from tests.sinks.begun_sink import LABEL, NEW, TABLE, TARGET, WHOLE, Begun, begin
 from tests.sinks.mysql.test_sink import MysqlStore
 
 pytestmark = pytest.mark.slow

@@ -44,21 +44,20 @@ from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from local_servers.mariadb import MariadbServer
 from tests.conftest import MYSQL, PIPELINE_ROLE, SYSTEM_DATABASES
-from tests.sinks.contract import (
+from tests.sinks.begun_sink import (
     IDENTITY,
     LABEL,
     ORIGIN,
     TABLE,
     TARGET,
     WATERMARK,
-    ChangelogContract,
-    MirrorContract,
-    ProtocolContract,
     SinkUnderTest,
     change,
     text,
     upsert,
 )
+from tests.sinks.contract import ProtocolContract
+from tests.sinks.contract_rows import ChangelogContract, MirrorContract
 
 
 class MysqlStore(SinkUnderTest):

@@ -21,7 +21,8 @@ from airflow_cdc_provider.engine.postgres.type_shapes import read_shapes
 from airflow_cdc_provider.engine.sinks.postgres.kept_types import keeps
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, execute
+from tests.support.databases import execute
+from tests.support.pipelines import PipelineUnderTest
 
 NARROW = {
     "a": ("numeric", "numeric(10,2)"),

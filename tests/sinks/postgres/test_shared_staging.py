@@ -24,7 +24,7 @@ from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases
-from tests.sinks.contract import IDENTITY, Begun
+from tests.sinks.begun_sink import IDENTITY, Begun
 from tests.sinks.postgres.test_sink import PostgresStore
 
 TYPES = """

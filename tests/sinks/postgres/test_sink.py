@@ -26,17 +26,9 @@ from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
-from tests.sinks.contract import (
-    LABEL,
-    WHOLE,
-    ChangelogContract,
-    MirrorContract,
-    ProtocolContract,
-    SinkUnderTest,
-    begin,
-    refuse,
-    upsert,
-)
+from tests.sinks.begun_sink import LABEL, WHOLE, SinkUnderTest, begin, refuse, upsert
+from tests.sinks.contract import ProtocolContract
+from tests.sinks.contract_rows import ChangelogContract, MirrorContract
 
 
 class PostgresStore(SinkUnderTest):

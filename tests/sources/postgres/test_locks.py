@@ -29,7 +29,9 @@ from airflow_cdc_provider.engine.sources.postgres.reading import reread
 from airflow_cdc_provider.engine.sources.postgres.stream import stream_job
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from tests.conftest import Databases, ServerMaker
-from tests.support.pipelines import SECONDS, PipelineUnderTest, execute, transaction
+from tests.support.databases import execute, transaction
+from tests.support.patience import SECONDS
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,8 @@ from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.requests import Standing
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, transaction
+from tests.support.databases import transaction
+from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,8 @@ from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import _query_failure
 from tests.conftest import Databases
-from tests.support.pipelines import PipelineUnderTest, apply_stream
+from tests.support.engine_parts import apply_stream
+from tests.support.pipelines import PipelineUnderTest
 
 MIB = 1 << 20
 LARGE = f"repeat(md5('1'), {17 * MIB >> 5})"

@@ -32,7 +32,9 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Buffer, 
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import gulp
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
-from tests.support.pipelines import SECONDS, execute, reader_naps, slot_reader, transaction
+from tests.support.databases import execute, transaction
+from tests.support.patience import SECONDS
+from tests.support.slot_reading import reader_naps, slot_reader
 
 UNLIMITED = 1 << 62
 

@@ -1,0 +1,34 @@
+"""Statements on a test's databases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+
+
+def execute(dsn: str, *statements: str) -> None:
+    """Execute statements, each a transaction."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+def query_rows(dsn: str, query: str) -> list[tuple[Any, ...]]:
+    """Execute a query and return its rows."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return connection.execute(query.encode()).fetchall()
+
+
+@contextmanager
+def transaction(dsn: str, *statements: str) -> Iterator[psycopg.Connection[Any]]:
+    """A session with an open transaction, which the test ends; rolled back if it does not."""
+    connection = psycopg.connect(dsn)
+    try:
+        for statement in statements:
+            connection.execute(statement.encode())
+        yield connection
+    finally:
+        connection.close()
