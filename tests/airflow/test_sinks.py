@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from airflow.sdk import Connection
 
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from demo.warehouse import WAREHOUSES
@@ -16,14 +15,19 @@ from tests.airflow.browser import Browser
 from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest
 from tests.conftest import Databases
+from tests.support.airflow_connections import connect
 from tests.support.delta_spark import delta_jars
 from tests.support.pipelines import SPARK_CONF, UNHURRIED, PipelineUnderTest
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
+
 PATIENCE = 600.0  # seconds: five sinks, of which one is filled by a Spark that has to warm up
 
+
 COPY, SENSE, MAINTAIN, DROP = "cdc_sinks", "sinks_sense", "sinks_maintain", "cdc_drop"
+
+
 DAGS = """
 from airflow.sdk import DAG
 
@@ -73,14 +77,6 @@ def pipeline(
         ended.callback(shown.unlink)
         airflow.add_dag("sinks", DAGS.replace("PIPELINE", str(pipeline.file)))
         yield pipeline
-
-
-def connect(client: Client, ended: ExitStack, name: str, uri: str) -> None:
-    """Make a connection of Airflow, until the end."""
-    made = Connection.from_uri(uri, name)
-    fields = ("conn_type", "host", "port", "login", "password", "schema")
-    client.call("POST", "/connections", json={"connection_id": name} | {each: getattr(made, each) for each in fields})
-    ended.callback(client.call, "DELETE", f"/connections/{name}")
 
 
 @pytest.mark.thorough

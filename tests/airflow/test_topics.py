@@ -12,10 +12,10 @@ from local_servers.kafka import KafkaServer
 from tests.airflow.browser import Browser
 from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest
-from tests.airflow.test_sinks import connect
 from tests.conftest import Databases
-from tests.sources.kafka.test_pipeline import CLICKS, SUMS
+from tests.support.airflow_connections import connect
 from tests.support.pipelines import UNHURRIED
+from tests.support.topic_queries import CLICKS, SUMS
 from tests.support.topics import TopicsPipeline, moments
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
 from random import Random
@@ -19,64 +19,25 @@ from airflow_cdc_provider.engine.changes.key_halves import split
 from airflow_cdc_provider.engine.changes.snapshot_filter import Visibility, keep, truncate_visibility
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
+from tests.support.change_events import COLUMNS, MASK, Event, Row, changes_of
 
 Key = tuple[str | None, ...]
-Row = tuple[str | None, ...]
+
+
 Rows = dict[Key, Row]
 
-COLUMNS = ("note", "k1", "big", "k2", "huge")
+
 TOASTED = (2, 4)
+
+
 # The components of composite keys are such that gluing them together would confuse them.
 KEYS: dict[tuple[int, ...], list[Key]] = {
     (1,): [(str(n),) for n in range(9)],
     (3, 1): [*product(("a", "ab", ""), ("bc", "c", "a"))],
 }
-MASK = (1 << 32) - 1
+
+
 NEAR_WRAP = st.sampled_from([1000, (1 << 31) - 4, (1 << 32) - 4, (1 << 33) - 4, 3 * (1 << 31) - 4])
-
-
-# Changes, as the decoder hands them out
-
-
-@dataclass(frozen=True)
-class Event:
-    op: str
-    new: Row | None = None
-    unchanged: frozenset[int] = frozenset()
-    old: Row | None = None
-    old_kind: str = ""
-    xid: int = 0
-
-
-def changes_of(events: Sequence[Event]) -> Changes:
-    columns = range(len(COLUMNS))
-    nothing: Row = (None,) * len(COLUMNS)
-    zeros = np.zeros(len(events), dtype=np.int64)
-
-    def arrays(rows: Iterable[Row]) -> tuple[pa.Array, ...]:
-        listed = list(rows)
-        return tuple(pa.array([row[c] for row in listed], type=pa.large_string()) for c in columns)
-
-    unchanged = {c: np.array([c in e.unchanged for e in events], dtype=np.bool_) for c in columns}
-    return Changes(
-        relation=Relation(1, "public", "t", "d", tuple(RelationColumn(name, 25, -1, False) for name in COLUMNS)),
-        order=np.arange(len(events)),
-        op=np.array([ord(e.op) for e in events], dtype=np.uint8),
-        xid=np.array([e.xid & MASK for e in events], dtype=np.int64),
-        commit_lsn=zeros,
-        commit_ts=zeros,
-        seq=zeros,
-        new=arrays(
-            tuple(None if c in e.unchanged else v for c, v in enumerate(e.new)) if e.new else nothing for e in events
-        ),
-        unchanged={c: flags for c, flags in unchanged.items() if flags.any()},
-        old=arrays(e.old or nothing for e in events) if any(e.old for e in events) else None,
-        old_kind=np.array([ord(e.old_kind or "\0") for e in events], dtype=np.uint8),
-    )
-
-
-# A source table that says what it does
 
 
 @dataclass(frozen=True)
@@ -198,9 +159,6 @@ def unknown(key: Key) -> Row:
     raise AssertionError(f"the origin of {key} should be known")
 
 
-# Collapse against replay
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     key=st.sampled_from(sorted(KEYS)),
@@ -307,9 +265,6 @@ def test_a_change_that_does_not_tell_its_key_is_an_error(event: Event) -> None:
         split(changes_of([event]), (1,))
 
 
-# The filter
-
-
 @st.composite
 def snapshots_near(draw: st.DrawFn, base: int) -> Snapshot:
     xmax = base + draw(st.integers(0, 12))
@@ -360,9 +315,6 @@ def test_a_key_outside_of_all_chunks_is_an_error() -> None:
     changes = changes_of([Event("i", (None, "1", None, None, None), xid=5)])
     with pytest.raises(ValueError, match="chunk_of"):
         keep(split(changes, (1,)), changes.xid, lambda _: np.array([-1]), [Snapshot(5, 5), Snapshot(6, 6)])
-
-
-# Snapshot and stream together, on a history of concurrent transactions
 
 
 @dataclass

@@ -23,8 +23,8 @@ from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import connected, rows
-from tests.comparison.test_compare import DAMAGES, TYPES_DDL, TYPES_ROWS, Session, found
 from tests.conftest import Databases
+from tests.support.damages import DAMAGES, TYPES_DDL, TYPES_ROWS, Session, found
 
 TEXTS = st.lists(st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1)
 HASHES = st.integers(-(1 << 63), (1 << 63) - 1)

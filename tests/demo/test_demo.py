@@ -16,20 +16,7 @@ from demo.__main__ import TOPICS, main
 from demo.screen import Screen, clock
 from demo.tables import PIPELINE, Course, Outcome, ShopMoment, summary
 from demo.work_directory import DemoFailed, work_directory, write_pipeline
-from local_servers.airflow_client import TaskState
-
-NEW: Mapping[str, Any] = {
-    "pipeline": "shop",
-    "state": "new",
-    "consistent": False,
-    "applied_lsn": None,
-    "lag_bytes": None,
-    "lag_seconds": None,
-    "slot": None,
-    "tables": [],
-    "jobs": [],
-    "last_error": None,
-}
+from tests.support.demo_run import NEW, task
 
 COPYING: Mapping[str, Any] = {
     **NEW,
@@ -49,6 +36,7 @@ COPYING: Mapping[str, Any] = {
     ],
 }
 
+
 STREAMING: Mapping[str, Any] = {
     **COPYING,
     "state": "streaming",
@@ -60,10 +48,6 @@ STREAMING: Mapping[str, Any] = {
 }
 
 
-def task(task_id: str, state: str | None, map_index: int = -1, try_number: int = 1) -> TaskState:
-    return TaskState(task_id=task_id, map_index=map_index, state=state, try_number=try_number)
-
-
 COPYING_TASKS = [
     task("preflight", "success"),
     task("snapshot", "running", 0),
@@ -71,6 +55,7 @@ COPYING_TASKS = [
     task("slot_progress", "up_for_reschedule"),
     task("stream", None),
 ]
+
 
 VERIFIED: Mapping[str, Any] = {
     "equal": True,
@@ -81,11 +66,13 @@ VERIFIED: Mapping[str, Any] = {
     "not_compared": [],
 }
 
+
 COURSE = Course(
     start=ShopMoment(COPYING, "running", COPYING_TASKS, 10),
     live=[ShopMoment({**STREAMING, "lag_seconds": lag}, "running", [], 20) for lag in (7.0, 0.4, 0.5)],
     end=ShopMoment(STREAMING, "success", [task("stream", "success", try_number=2)], 54_321),
 )
+
 
 OUTCOME = Outcome(
     course=COURSE,

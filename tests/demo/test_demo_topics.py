@@ -36,7 +36,7 @@ from demo.topic_cases import CASES, visit
 from demo.topics import Outcome, TopicMoment, Unreadable, summary
 from demo.work_directory import write_pipeline
 from local_servers.kafka import KafkaServer
-from tests.demo.test_demo import NEW, task
+from tests.support.demo_run import NEW, task
 from tests.support.kafka_server import SECONDS
 
 TEN = datetime(2024, 5, 1, 10, tzinfo=UTC)

@@ -14,22 +14,18 @@ import psutil
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (
-    AclBinding,
     AclOperation,
-    AclPermissionType,
     AdminClient,
-    ResourcePatternType,
     ResourceType,
 )
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from local_servers.kafka import KafkaServer, Login
+from local_servers.kafka import KafkaServer
 from local_servers.process import ServerError
 from tests.support.kafka_server import SECONDS, committed, create_topic, make_broker, properties, transactional
+from tests.support.kafka_users import USER, grant
 
 pytestmark = pytest.mark.slow
-
-USER = Login("cdc", r"""it's "\u00e9\n" ;=#é""")
 
 
 def write(brokers: str, topic: str, *values: bytes) -> None:
@@ -157,15 +153,6 @@ def refused(server: KafkaServer, password: str) -> bool:
         return KafkaError._AUTHENTICATION in [error.code() for error in errors]
 
     return await_condition(told, SECONDS)
-
-
-def grant(server: KafkaServer, kind: ResourceType, name: str, operation: AclOperation) -> None:
-    """Allow the user something."""
-    allowed = AclBinding(
-        kind, name, ResourcePatternType.LITERAL, f"User:{USER.user}", "*", operation, AclPermissionType.ALLOW
-    )
-    client = AdminClient({"bootstrap.servers": server.brokers})
-    client.create_acls([allowed])[allowed].result(SECONDS)
 
 
 def test_a_setting_that_is_wrong_is_named(server_directory: Path) -> None:

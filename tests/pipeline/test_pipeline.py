@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -15,28 +14,7 @@ from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import describe, session_dsn
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
-
-DOCUMENT: dict[str, Any] = {
-    "pipeline": "shop",
-    "source": {"type": "postgres", "dsn": "postgresql://cdc@db:5432/shop", "tables": ["public.orders"]},
-    "sink": {"type": "postgres", "dsn": "postgresql://cdc@dw:5432/dw"},
-    "state": "file:///var/lib/airflow-cdc/shop",
-}
-
-
-def document(**changes: Any) -> dict[str, Any]:
-    """The document with values at dotted paths changed; ``None`` removes a key."""
-    result = copy.deepcopy(DOCUMENT)
-    for path, value in changes.items():
-        *parents, key = path.split("__")
-        section = result
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        if value is None:
-            section.pop(key, None)
-        else:
-            section[key] = value
-    return result
+from tests.support.pipeline_files import DOCUMENT, document
 
 
 def test_defaults() -> None:

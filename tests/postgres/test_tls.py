@@ -6,7 +6,6 @@ psycopg for replication, ADBC for reads.
 
 from __future__ import annotations
 
-import datetime
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,6 @@ from urllib.parse import quote, urlencode
 import adbc_driver_manager
 import adbc_driver_postgresql.dbapi as adbc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands import cli
@@ -33,55 +28,22 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, SESSION_SETTINGS, Databases, create_database, create_roles
 from tests.support.airflow_support import connection_json
+from tests.support.certificates import Authority
 from tests.support.databases import execute
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.slot_reading import reader_naps, slot_reader
 
 pytestmark = pytest.mark.slow
 
+
 # The superuser is the tests' own; everybody else has to show a certificate.
 ACCESS = f"hostssl all postgres all trust\nhostssl all {PIPELINE_ROLE} all cert\n"
+
+
 SETTINGS = {"ssl": "on", "ssl_ca_file": "ca.pem", "ssl_cert_file": "server.pem", "ssl_key_file": "server.key"}
+
+
 SETTINGS |= {"log_connections": "on"}
-
-
-class Authority:
-    """A certificate authority of the test's own, whose certificates and keys stand in a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        self.directory = directory
-        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"authority {directory.name}")])
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._write("ca", self._name, self._key, x509.BasicConstraints(ca=True, path_length=None))
-
-    def issue(self, file: str, name: str) -> None:
-        """Write ``file.pem`` and ``file.key`` for a host or a role."""
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        self._write(
-            file, subject, ec.generate_private_key(ec.SECP256R1()), x509.SubjectAlternativeName([x509.DNSName(name)])
-        )
-
-    def _write(
-        self, file: str, subject: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
-    ) -> None:
-        now = datetime.datetime.now(datetime.UTC)
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self._name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
-            .sign(self._key, hashes.SHA256())
-        )
-        pem = serialization.Encoding.PEM
-        (self.directory / f"{file}.pem").write_bytes(certificate.public_bytes(pem))
-        private = self.directory / f"{file}.key"
-        private.touch(mode=0o600)
-        private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +182,8 @@ DRIVERS: dict[str, Callable[[str], object]] = {
     "psycopg": lambda dsn: open_replication(dsn, "airflow-cdc"),
     "adbc": by_adbc,
 }
+
+
 # What is wrong with the DSN: the message of libpq, and what the solution names.
 WRONG = {
     "authority": ("certificate verify failed", "sslrootcert"),

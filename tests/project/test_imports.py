@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from graphlib import CycleError, TopologicalSorter
 
 import grimp
@@ -25,3 +26,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_no_module_is_longer_than_400_lines(folder: str) -> None:
     counted = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
     assert {path: lines for path, lines in counted.items() if lines > 400} == {}
+
+
+def test_no_module_of_tests_takes_from_another() -> None:
+    """What several need stands in ``tests/support``."""
+    taken = re.compile(r"^\s*(?:from|import) tests\.[\w.]*\btest_\w+", re.MULTILINE)
+    assert [
+        str(path) for path in (ROOT / "tests").rglob("*.py") if taken.search(path.read_text(encoding="utf-8"))
+    ] == []

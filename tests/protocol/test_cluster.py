@@ -23,11 +23,11 @@ from airflow.sdk.exceptions import AirflowException
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
-from tests.airflow_shells.test_spark_jobs import Jobs, Task
 from tests.conftest import Databases
 from tests.support.databases import execute
 from tests.support.pipelines import SPARK_CONF, PipelineUnderTest
 from tests.support.spark_cluster import PASSWORD, Cluster, cluster, make_python
+from tests.support.spark_jobs import Jobs, Task
 
 __all__ = ["cluster"]
 

@@ -18,8 +18,8 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.changes.row_counts import count_rows
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.errors import ConfigError, ProtocolError, TargetConflict, UncapturableTable
-from tests.changes.test_collapse import COLUMNS, Event, Row, changes_of
 from tests.conftest import Databases
+from tests.support.change_events import COLUMNS, Event, Row, changes_of
 from tests.support.databases import transaction
 from tests.support.pipelines import PipelineUnderTest
 

@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.sinks.begun_sink import Begun, begin
-from tests.sinks.files.test_sink import FilesStore
+from tests.support.files_store import FilesStore
 from tests.support.refusals import steps
 
 CALLS: dict[type, tuple[str, ...]] = {

@@ -8,32 +8,46 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from airflow_cdc_provider.engine.sinks import files, lake
 from tests.conftest import Databases, Some
-from tests.sinks.files.test_pipeline import FilesPipeline, assert_files_exactly_once
 from tests.support.audited import AUDITED, writing
+from tests.support.files_pipeline import FilesPipeline, assert_files_exactly_once
+from tests.support.files_runs import finish, kill
 from tests.support.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow
 
+
 # Each with the pass at which it is armed: entries are appended, and files linked, in every step.
 BEGINNING = ("before-entry:1", "before-link:1", "after-link:2", "before-plan:1", "after-plan:1", "after-entry:1")
+
+
 OWNING = ("before-epoch:1", "after-epoch:1", "before-entry:1", "after-entry:1", "before-manifest:1")
+
+
 CHUNKS = (
     *("before-chunk-staged:1", "after-chunk-staged:1", "before-chunk-prepared:1", "before-chunk-commit:1"),
     *("after-chunk-commit:1", "before-entry:3", "after-entry:3", "before-link:9", "after-link:9"),
 )
+
+
 UNITS = (
     *("before-batch-staged:1", "after-batch-staged:1", "before-batch-commit:1", "in-batch-commit:1"),
     *("after-batch-commit:1", "before-manifest:3", "in-manifest:3", "after-manifest:3"),
 )
+
+
 REREADS = ("before-reread-commit:1", "after-reread-commit:1")
+
+
 DDL = ("before-redefinition:1", "after-redefinition:1")
+
+
 ELSEWHERE = {"before-step", "after-step", "before-compaction", "after-compaction"}
 
 
@@ -47,12 +61,6 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[FilesPipeline]:
         process.kill()
 
 
-def kill(pipeline: FilesPipeline, place: str, reread: Sequence[str] = ()) -> None:
-    name, _, number = place.partition(":")
-    killed = SparklessRun(pipeline.file, f"{name}:kill:{number}", reread=reread)
-    assert (killed.wait(), killed.message) == (-9, ""), place
-
-
 def overtake(pipeline: FilesPipeline, place: str) -> None:
     name, _, number = place.partition(":")
     paused = SparklessRun(pipeline.file, f"{name}:pause:{number}")
@@ -64,12 +72,6 @@ def overtake(pipeline: FilesPipeline, place: str) -> None:
         paused.resume()
     assert paused.wait() in (DONE, FAILED), place
     assert "Traceback" not in paused.message, paused.message
-
-
-def finish(pipeline: FilesPipeline) -> None:
-    run = SparklessRun(pipeline.file)
-    assert (run.wait(), run.message) == (DONE, "")
-    pipeline.apply()
 
 
 def test_the_walk_passes_all_places() -> None:

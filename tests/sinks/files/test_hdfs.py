@@ -22,9 +22,9 @@ from airflow_cdc_provider.engine.sinks.lake import hdfs as hdfs_module
 from airflow_cdc_provider.engine.sinks.lake.hdfs import BrokenOff, Hdfs
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.conftest import Databases
-from tests.sinks.files.test_failpoints import finish, kill
-from tests.sinks.files.test_pipeline import FilesPipeline, assert_files_exactly_once
 from tests.support.audited import AUDITED, writing
+from tests.support.files_pipeline import FilesPipeline, assert_files_exactly_once
+from tests.support.files_runs import finish, kill
 from tests.support.files_sink import CHUNKS, change, chunk, effect, paths, provisioned, unit
 from tests.support.hdfs import HdfsCluster
 from tests.support.pipelines import SPARK_CONF

@@ -6,44 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from tests.conftest import Databases
-from tests.support.audited import AUDITED, assert_all_changes, writing
-from tests.support.pipelines import PipelineUnderTest
-
-
-class FilesPipeline(PipelineUnderTest):
-    """A pipeline into files, which are read with DuckDB."""
-
-    def __init__(self, directory: Path, databases: Databases, tables: list[Any], **sink: Any) -> None:
-        self.root = directory / "lake"
-        super().__init__(directory, databases, tables, snapshot={"chunk_rows": 800})
-        self.document["sink"] = {"type": "files", "path": str(self.root), **sink}
-        self.database = duckdb.connect()
-        self.change(stream={"max_batch_bytes": "256KiB"})
-
-    def read(self, query: str, table: str = "public/t") -> list[tuple[Any, ...]]:
-        """Query the files that a table's list names, as ``t``."""
-        paths = (Place(self.document["sink"]["path"]).read(f"_manifest/{table}.txt") or b"").decode().splitlines()
-        if self.pipeline.sink.format == "json":  # type: ignore[attr-defined]
-            relation = f"read_json({paths}, format = 'newline_delimited', union_by_name = true)"
-        else:
-            relation = f"read_parquet({paths}, union_by_name = true)"
-        return self.database.sql(f"WITH t AS (FROM {relation}) {query}").fetchall()
-
-
-def assert_files_exactly_once(pipeline: FilesPipeline, least: int = 100) -> None:
-    """Snapshot rows stand once a key, changes once each; see :func:`tests.support.audited.assert_exactly_once`."""
-    assert pipeline.read("SELECT id FROM t WHERE _op = 'r' GROUP BY 1 HAVING count(*) > 1") == []
-    copied = sum(chunk.rows for chunk in pipeline.record.chunks)
-    assert pipeline.read("SELECT count(*) FROM t WHERE _op = 'r'") == [(copied,)]
-    assert_all_changes(pipeline, pipeline.read("SELECT _xid, _op, id FROM t WHERE _op <> 'r'"), least)
+from tests.support.audited import AUDITED, writing
+from tests.support.files_pipeline import FilesPipeline, assert_files_exactly_once
 
 
 @pytest.fixture
@@ -85,6 +55,8 @@ CREATE TABLE public.t (id bigint PRIMARY KEY, flag boolean, small smallint, n nu
     r real, f double precision, day date, at timestamptz, local timestamp, bytes bytea, doc jsonb, tags text[],
     span interval, u uuid, txt varchar(20), mood public.mood)
 """
+
+
 VALUES = """
 INSERT INTO public.t SELECT {0}, true, -3, 12345678901234567890.5, -0.001, 'NaN', 1e300, '2024-02-29',
     '2024-03-31 01:30:00.123456+02', '0001-01-01', '\\x00ff', '{{"a": [1, null]}}', ARRAY['a b', NULL, '"'],

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import duckdb
-import fsspec
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,19 +18,16 @@ import pytest
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Failpoint, LimitExceeded, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.files import manifest
-from airflow_cdc_provider.engine.sinks.files.data_file import folder_of
 from airflow_cdc_provider.engine.sinks.files.row_format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from airflow_cdc_provider.engine.sinks.record_log.read_position import FIRST_READ
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
-from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged
-from tests.sinks import begun_sink
-from tests.sinks.begun_sink import OTHER, SinkUnderTest
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, LakeContract
 from tests.support.files_sink import (
@@ -59,56 +55,13 @@ from tests.support.files_sink import (
     unused,
     watermark,
 )
+from tests.support.files_store import FilesStore
 
 
 @pytest.fixture(params=STORES)
 def sink(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
     with provisioned(request.param, request) as found:
         yield found
-
-
-@pytest.fixture
-def parquet(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
-    with provisioned("parquet", request) as found:
-        yield found
-
-
-class FilesStore(SinkUnderTest):
-    """A path without files; ``empty`` is a sink there."""
-
-    def __init__(self, empty: FilesSink) -> None:
-        self.empty = empty
-
-    def sink(self, mode: Mode, pipeline: str = "p") -> FilesSink:
-        assert mode == "changelog"
-        return replace(self.empty, pipeline=pipeline)
-
-    def read(self, target: Target) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for path in paths(self.empty, folder_of(target)):
-            with fsspec.open(path) as file:
-                if self.empty.format == "parquet":
-                    found += pq.read_table(file).to_pylist()
-                else:
-                    found += [json.loads(line, parse_float=str) for line in file]
-        return found
-
-    def names(self) -> set[str]:
-        return set(self.empty.root.files())
-
-    def staged(self) -> int:
-        named = {name for target in (begun_sink.TARGET, OTHER) for name in paths(self.empty, folder_of(target))}
-        written = {self.empty.root.location(name) for name in data_files(self.empty)}
-        return len(written - named)
-
-    def damage(self, staged: Staged) -> None:
-        self.empty.root.remove(data_files(self.empty)[0])
-
-    def occupy(self, target: Target) -> None:
-        self.empty.root.create(f"{folder_of(target)}/theirs.parquet", b"")
-
-    def remove(self, target: Target) -> None:
-        self.empty.root.remove(folder_of(target))
 
 
 @pytest.fixture(params=STORES)
@@ -273,9 +226,6 @@ def test_rows_that_were_read_before_the_stream_went_on_are_not_committed(sink: F
         sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNKS[0], ORIGIN, written)])
 
 
-# -- changes of schema -------------------------------------------------------------------------------
-
-
 def test_an_added_column_is_in_the_files_from_then_on(parquet: FilesSink) -> None:
     epoch = parquet.take_epoch("me")
     unit(parquet, epoch, 50, 60, effect(change("i", 60, *ROW)))
@@ -329,9 +279,6 @@ def test_a_value_that_a_type_cannot_hold_is_refused(parquet: FilesSink) -> None:
     with pytest.raises(LimitExceeded, match=r"public\.t\.at"):
         unit(parquet, epoch, 50, 60, effect(change("i", 60, "1", None, "infinity")))
     assert data_files(parquet) == []
-
-
-# -- targets -----------------------------------------------------------------------------------------
 
 
 def test_a_column_that_has_the_name_of_the_partitions_is_refused(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import CannotFollow
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
-from tests.sinks.kafka.test_failpoints import assert_once, finish, kill
-from tests.sinks.kafka.test_pipeline import KafkaPipeline
 from tests.support.audited import AUDITED, writing
+from tests.support.kafka_pipeline import KafkaPipeline
+from tests.support.kafka_runs import assert_once, finish, kill
 from tests.support.kafka_server import committed
 from tests.support.kafka_sink import clear
 

@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import Shape
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.recorded.debezium import CHANGES, DECIMALS, TABLE, recorded
-from tests.sinks.kafka.test_pipeline import KafkaPipeline
+from tests.support.kafka_pipeline import KafkaPipeline
 from tests.support.kafka_sink import clear, consumed
 
 PLACE = ("version", "db", "sequence", "txId", "lsn", "ts_ms", "ts_us", "ts_ns")

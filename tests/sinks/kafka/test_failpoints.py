@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,25 +17,37 @@ from airflow_cdc_provider.engine.sinks import kafka
 from airflow_cdc_provider.engine.sinks.record_log import record
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases, Some
-from tests.sinks.kafka.test_pipeline import KafkaPipeline, assert_consumed_once
 from tests.support.audited import AUDITED, writing
+from tests.support.kafka_pipeline import KafkaPipeline
+from tests.support.kafka_runs import assert_once, finish, kill
 from tests.support.kafka_sink import clear
 from tests.support.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+
 # Each with the pass at which it is armed: there is a transaction in every step.
 BEGINNING = ("in-transaction:1", "before-plan:1", "after-plan:1", "after-transaction:1")
+
+
 OWNING = ("before-epoch:1", "after-epoch:1", "before-transaction-end:1", "after-transaction:1")
+
+
 CHUNKS = (
     *("before-chunk-staged:1", "after-chunk-staged:1", "before-chunk-prepared:1", "before-chunk-commit:1"),
     *("after-chunk-commit:1", "in-transaction:4", "before-transaction-end:4", "after-transaction:4"),
 )
+
+
 UNITS = (
     *("before-batch-staged:1", "after-batch-staged:1", "before-batch-commit:1", "in-batch-commit:1"),
     *("in-transaction:3", "before-transaction-end:3", "after-transaction:3", "after-batch-commit:1"),
 )
+
+
 REREADS = ("before-reread-commit:1", "after-reread-commit:1")
+
+
 DDL = ("before-redefinition:1", "after-redefinition:1")
 
 
@@ -50,12 +62,6 @@ def pipeline(databases: Databases, tmp_path: Path, kafka: KafkaServer) -> Iterat
     clear(made.cluster)
 
 
-def kill(pipeline: KafkaPipeline, place: str, reread: Sequence[str] = ()) -> None:
-    name, _, number = place.partition(":")
-    killed = SparklessRun(pipeline.file, f"{name}:kill:{number}", reread=reread)
-    assert (killed.wait(), killed.message) == (-9, ""), place
-
-
 def overtake(pipeline: KafkaPipeline, place: str) -> None:
     name, _, number = place.partition(":")
     paused = SparklessRun(pipeline.file, f"{name}:pause:{number}")
@@ -67,18 +73,6 @@ def overtake(pipeline: KafkaPipeline, place: str) -> None:
         paused.resume()
     assert paused.wait() in (DONE, FAILED), place
     assert "Traceback" not in paused.message, paused.message
-
-
-def finish(pipeline: KafkaPipeline) -> None:
-    run = SparklessRun(pipeline.file)
-    assert (run.wait(), run.message) == (DONE, "")
-    pipeline.apply()
-
-
-def assert_once(pipeline: KafkaPipeline) -> None:
-    pipeline.apply()
-    assert_consumed_once(pipeline)
-    pipeline.assert_verified()
 
 
 def test_the_walk_passes_all_places() -> None:

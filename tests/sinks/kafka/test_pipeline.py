@@ -14,53 +14,16 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, UnknownTable
-from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
-from tests.support.audited import AUDITED, assert_all_changes, writing
+from tests.support.audited import AUDITED, writing
+from tests.support.kafka_pipeline import KafkaPipeline, assert_consumed_once
 from tests.support.kafka_sink import clear, consumed, send
-from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
-
-OPS = {"r": "r", "c": "i", "u": "u", "d": "d", "t": "t"}
-
-
-class KafkaPipeline(PipelineUnderTest):
-    """A pipeline into Kafka, and a consumer of its topics."""
-
-    def __init__(self, directory: Path, databases: Databases, tables: list[Any], brokers: str, **sink: Any) -> None:
-        super().__init__(directory, databases, tables, snapshot={"chunk_rows": 800})
-        self.document["sink"] = {"type": "kafka", "brokers": brokers, "partitions": 3, **sink}
-        self.cluster = Cluster(brokers)
-        self.change(stream={"max_batch_bytes": "256KiB"})
-
-    def topic(self, table: str = "public.t") -> str:
-        return f"{self.name}.{table}"
-
-    def values(self, table: str = "public.t", committed: bool = True) -> list[dict[str, Any]]:
-        """The messages of a table, as a consumer gets them: JSON objects; without tombstones."""
-        found = consumed(self.cluster, self.topic(table), committed)
-        return [json.loads(message.value) for message in found if message.value is not None]
-
-    def events(self, table: str = "public.t") -> list[tuple[Any, str, int]]:
-        """Transaction, kind and key of each event in Debezium's envelope."""
-        found = []
-        for value in self.values(table):
-            row = value["after"] or value["before"]
-            found.append((value["source"]["txId"], OPS[value["op"]], row and row["id"]))
-        return found
-
-
-def assert_consumed_once(pipeline: KafkaPipeline, least: int = 10) -> None:
-    """Snapshot rows stand once a key, changes once each; see :func:`tests.support.audited.assert_all_changes`."""
-    events = pipeline.events()
-    read = [key for _, op, key in events if op == "r"]
-    assert len(read) == len(set(read)) == sum(chunk.rows for chunk in pipeline.record.chunks)
-    assert_all_changes(pipeline, [event for event in events if event[1] != "r"], least, moves_are_two=True)
 
 
 @pytest.fixture
@@ -122,6 +85,8 @@ CREATE TABLE public.t (id bigint PRIMARY KEY, flag boolean, small smallint, n nu
     r real, f double precision, day date, at timestamptz, local timestamp, milli timestamp(3), clock time, bytes bytea,
     doc jsonb, tags text[], span interval, u uuid, txt varchar(20), mood public.mood, "odd Näme" text)
 """
+
+
 VALUES = """
 INSERT INTO public.t SELECT {0}, true, -3, 12345678901234567890.5, -0.001, 0.1, 1e300, '2024-02-29',
     '2024-03-31 01:30:00.123456+02', '0044-03-15 12:00:00 BC', '2024-01-01 00:00:00.25', '24:00', '\\x00ff',

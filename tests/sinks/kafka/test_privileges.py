@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege
 from local_servers.kafka import KafkaServer, Login
 from tests.conftest import Databases
-from tests.sinks.kafka.test_pipeline import KafkaPipeline
+from tests.support.kafka_pipeline import KafkaPipeline
 from tests.support.kafka_server import SECONDS, make_broker
 from tests.support.kafka_sink import clear
 

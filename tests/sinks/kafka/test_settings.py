@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sinks.kafka.settings import _RESERVED, KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.target_topics import TargetTopics
-from tests.pipeline.test_pipeline import document
+from tests.support.pipeline_files import document
 
 ROOT = Path(__file__).parents[3]
 

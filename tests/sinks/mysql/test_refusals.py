@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.record import Mode
 from local_servers.mariadb import MariadbServer
 from tests.sinks.begun_sink import LABEL, NEW, TABLE, TARGET, WHOLE, Begun, begin
-from tests.sinks.mysql.test_sink import MysqlStore
+from tests.support.mysql_store import MysqlStore
 
 pytestmark = pytest.mark.slow
 

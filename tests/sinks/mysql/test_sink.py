@@ -8,12 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pymysql
 import pytest
-from pymysql.cursors import DictCursor
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
@@ -32,7 +30,7 @@ from airflow_cdc_provider.engine.core.errors import (
     ValueRefused,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.mysql import record
 from airflow_cdc_provider.engine.sinks.mysql import redefinition as mysql_redefinition
@@ -43,7 +41,7 @@ from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from local_servers.mariadb import MariadbServer
-from tests.conftest import MYSQL, PIPELINE_ROLE, SYSTEM_DATABASES
+from tests.conftest import MYSQL, PIPELINE_ROLE
 from tests.sinks.begun_sink import (
     IDENTITY,
     LABEL,
@@ -51,52 +49,13 @@ from tests.sinks.begun_sink import (
     TABLE,
     TARGET,
     WATERMARK,
-    SinkUnderTest,
     change,
     text,
     upsert,
 )
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, MirrorContract
-
-
-class MysqlStore(SinkUnderTest):
-    """The server, with no databases but its own."""
-
-    def __init__(self, server: MariadbServer) -> None:
-        self.server = server
-
-    def query(self, statement: str) -> list[dict[str, Any]]:
-        with closing(self.server.connect()) as connection, connection.cursor(DictCursor) as cursor:
-            cursor.execute(statement)
-            return list(cursor.fetchall())
-
-    def sink(self, mode: Mode, pipeline: str = "p") -> MysqlSink:
-        return MysqlSink(self.server.dsn, pipeline, mode)
-
-    def read(self, target: Target) -> list[dict[str, Any]]:
-        return self.query(f"SELECT * FROM `{target.schema}`.`{target.name}`")
-
-    def names(self) -> set[str]:
-        tables = "SELECT CONCAT(table_schema, '.', table_name) AS name FROM information_schema.tables"
-        others = f"WHERE table_schema NOT IN {SYSTEM_DATABASES}"
-        return {
-            row["name"]
-            for row in self.query(f"{tables} {others} UNION SELECT schema_name FROM information_schema.schemata")
-        }
-
-    def staged(self) -> int:
-        return sum(name.startswith("airflow_cdc.stage_") for name in self.names())
-
-    def damage(self, staged: Staged) -> None:
-        self.query(f"DELETE FROM airflow_cdc.{staged.relation}")
-
-    def occupy(self, target: Target) -> None:
-        self.query(f"CREATE DATABASE `{target.schema}`")
-        self.query(f"CREATE TABLE `{target.schema}`.`{target.name}` AS SELECT 1 AS id")
-
-    def remove(self, target: Target) -> None:
-        self.query(f"DROP TABLE IF EXISTS `{target.schema}`.`{target.name}`")
+from tests.support.mysql_store import MysqlStore
 
 
 @pytest.fixture

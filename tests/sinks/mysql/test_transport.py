@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.mysql.types import WORDS
 from local_servers.mariadb import MariadbServer
-from tests.postgres.test_tls import Authority
+from tests.support.certificates import Authority
 
 SECRET = "a pipeline file with its password"
 _SSL = 0x0800

@@ -31,8 +31,8 @@ from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
-from tests.protocol.test_types import VALUES
 from tests.support.mysql import query
+from tests.support.type_values import VALUES
 
 WATERMARK = Watermark(Snapshot(10, 12, frozenset()), 150)
 IDENTITY = {"system": "1", "timeline": 1, "database": 5}

@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.sources.postgres.reading import read_sessions
 from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import CopySession
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
-from tests.protocol.test_types import VALUES as BUILT_IN
+from tests.support.type_values import VALUES as BUILT_IN
 
 TEXTS = st.none() | st.text(st.characters(exclude_characters="\0", codec="utf-8"))
 ROWS = st.lists(st.tuples(TEXTS, st.none() | st.binary(), st.none() | st.lists(TEXTS)), max_size=30)

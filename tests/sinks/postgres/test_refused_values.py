@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.core.record import Mode
 from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
 from tests.sinks.begun_sink import NEW, TARGET, WHOLE, begin
-from tests.sinks.postgres.test_sink import PostgresStore
+from tests.support.postgres_store import PostgresStore
 from tests.support.refusals import attempts
 
 pytestmark = pytest.mark.slow

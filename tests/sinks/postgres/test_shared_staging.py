@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases
 from tests.sinks.begun_sink import IDENTITY, Begun
-from tests.sinks.postgres.test_sink import PostgresStore
+from tests.support.postgres_store import PostgresStore
 
 TYPES = """
 CREATE TYPE public.mood AS ENUM ('so so', 'NULL', '"quoted", well');

@@ -7,63 +7,28 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import Any, LiteralString, get_args
+from typing import LiteralString, get_args
 
 import numpy as np
 import psycopg
 import psycopg2.extensions
 import pyarrow as pa
 import pytest
-from psycopg.rows import dict_row
 
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, GateClosed, StagingLost, StreamFailed
-from airflow_cdc_provider.engine.core.record import Mode, Target
+from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
-from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
-from tests.sinks.begun_sink import LABEL, WHOLE, SinkUnderTest, begin, refuse, upsert
+from tests.sinks.begun_sink import LABEL, WHOLE, begin, refuse, upsert
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, MirrorContract
-
-
-class PostgresStore(SinkUnderTest):
-    """A database of the server, empty."""
-
-    def __init__(self, dsn: str) -> None:
-        self.dsn = dsn
-
-    def query(self, statement: str) -> list[dict[str, Any]]:
-        with psycopg.connect(self.dsn, row_factory=dict_row) as connection:
-            found = connection.execute(statement)  # type: ignore[call-overload]
-            return list(found) if found.description else []
-
-    def sink(self, mode: Mode, pipeline: str = "p") -> PostgresSink:
-        return PostgresSink(self.dsn, pipeline, mode)
-
-    def read(self, target: Target) -> list[dict[str, Any]]:
-        return self.query(f'SELECT * FROM "{target.schema}"."{target.name}"')
-
-    def names(self) -> set[str]:
-        tables = "SELECT oid::regclass::text AS name FROM pg_class WHERE relnamespace >= 16384"
-        return {row["name"] for row in self.query(f"{tables} UNION SELECT nspname FROM pg_namespace")}
-
-    def staged(self) -> int:
-        return sum("stage_" in name for name in self.names())
-
-    def damage(self, staged: Staged) -> None:
-        self.query(f"TRUNCATE airflow_cdc.{staged.relation}")
-
-    def occupy(self, target: Target) -> None:
-        self.query(f'CREATE SCHEMA "{target.schema}"')
-        self.query(f'CREATE TABLE "{target.schema}"."{target.name}" AS SELECT 1::bigint AS id')
-
-    def remove(self, target: Target) -> None:
-        self.query(f'DROP TABLE IF EXISTS "{target.schema}"."{target.name}"')
+from tests.support.postgres_store import PostgresStore
 
 
 @pytest.fixture(scope="module")

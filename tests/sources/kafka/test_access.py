@@ -12,8 +12,8 @@ from airflow_cdc_provider.engine.core.errors import ConnectionFailed, MissingPri
 from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from tests.conftest import Databases
-from tests.kafka.test_server import USER, grant
 from tests.support.kafka_server import committed, create_topic, make_broker
+from tests.support.kafka_users import USER, grant
 from tests.support.topics import TopicsPipeline
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -7,46 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import BadRecord, ConfigError
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
 from tests.conftest import PIPELINE_ROLE, Databases
-from tests.support.kafka_server import SECONDS, committed, create_topic, properties
+from tests.support.dead_letters import dead_letters
+from tests.support.kafka_server import committed, create_topic
 from tests.support.mysql import query
 from tests.support.topics import TopicsPipeline, moments
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
+
 MEASURES = "id STRING NOT NULL, x DOUBLE, d BIGINT"
+
+
 CLICKS = "id STRING NOT NULL, at TIMESTAMP NOT NULL, value DOUBLE"
+
+
 SUMS = {
     "key": ["id", "start"],
     "watermark": {"column": "at", "delay": "4 seconds"},
     "sql": "SELECT id, window.start AS start, sum(value) AS total FROM messages"
     " WHERE assert_true(value <> 13, 'on purpose') IS NULL GROUP BY id, window(at, '2 seconds')",
 }
-
-
-def dead_letters(pipeline: TopicsPipeline, topic: str) -> dict[tuple[str, int], str]:
-    """What is said of each message that was set aside, by partition and offset; none is there twice."""
-    count = len(committed(pipeline.broker.brokers, topic))
-    consumer = Consumer(properties(pipeline.broker.brokers, group_id="tests", enable_partition_eof=False))
-    consumer.assign([TopicPartition(topic, 0, 0)])
-    found = []
-    for _ in range(count):
-        message = consumer.poll(SECONDS)
-        assert message is not None
-        found.append({name: bytes(value).decode() for name, value in message.headers() or ()})
-    consumer.close()
-    told = {
-        (each["airflow_cdc.partition"], int(each["airflow_cdc.offset"])): each["airflow_cdc.error"] for each in found
-    }
-    assert len(told) == len(found)
-    assert {each["airflow_cdc.topic"] for each in found} <= {pipeline.topic}
-    return told
 
 
 @pytest.mark.thorough

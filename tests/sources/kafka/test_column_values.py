@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage
 from airflow_cdc_provider.engine.sources.kafka.query import lineage_in, result
 from airflow_cdc_provider.engine.sources.kafka.settings import TopicSettings, topic_settings
-from tests.pipeline.test_pipeline import document
+from tests.support.pipeline_files import document
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
 

@@ -18,10 +18,10 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
 from tests.conftest import PIPELINE_ROLE, Databases, Some
-from tests.sources.kafka.test_pipeline import CLICKS, ORDERS, SUMS
-from tests.sources.kafka.test_to_topics import VALID, VISITS, TopicsToTopic
 from tests.support.kafka_server import SECONDS, make_broker
+from tests.support.topic_queries import CLICKS, ORDERS, SUMS
 from tests.support.topics import TopicsPipeline, moments
+from tests.support.topics_to_topic import VALID, VISITS, TopicsToTopic
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -18,8 +18,8 @@ from airflow_cdc_provider.engine.core.errors import SecondWriter
 from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
-from tests.sources.kafka.test_to_topics import TopicsToTopic
 from tests.support.topics import TopicsPipeline
+from tests.support.topics_to_topic import TopicsToTopic
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -27,17 +27,10 @@ from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.kafka_server import SECONDS, committed, create_topic, properties, set_topic, transactional
+from tests.support.topic_queries import CLICKS, ORDERS, SUMS
 from tests.support.topics import TopicsPipeline, moments
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
-
-ORDERS = "id BIGINT NOT NULL, amount DECIMAL(12, 2), note STRING"
-CLICKS = "id STRING NOT NULL, at TIMESTAMP NOT NULL, value BIGINT"
-SUMS = {
-    "key": ["id", "start"],
-    "watermark": {"column": "at", "delay": "4 seconds"},
-    "sql": "SELECT id, window.start AS start, sum(value) AS total FROM messages GROUP BY id, window(at, '2 seconds')",
-}
 
 
 @pytest.fixture

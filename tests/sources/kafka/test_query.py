@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, result, shape_of
 from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
-from tests.pipeline.test_pipeline import document
+from tests.support.pipeline_files import document
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
 

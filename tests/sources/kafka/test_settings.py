@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.settings import _RESERVED, PACKAGE, topic_settings
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
-from tests.pipeline.test_pipeline import document
+from tests.support.pipeline_files import document
 
 ROOT = Path(__file__).parents[3]
 

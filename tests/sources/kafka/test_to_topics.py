@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import SinkIsSource
-from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.kafka_server import SECONDS as PATIENCE
 from tests.support.kafka_server import create_topic
-from tests.support.kafka_sink import consumed
-from tests.support.topics import TopicsPipeline, moments
+from tests.support.topics import moments
+from tests.support.topics_to_topic import VALID, VISITS, TopicsToTopic
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
-
-SECONDS = "20 seconds"
-VISITS = "id STRING, at TIMESTAMP NOT NULL"
-# Identifiers are validated, and those of a window told once, when it is closed.
-VALID = f"""
-SELECT id, window.start AS start, count(*) AS visits FROM messages
-WHERE id RLIKE '^[a-z]{{3}}[0-9]+$' GROUP BY id, window(at, '{SECONDS}')
-"""
-
-
-class TopicsToTopic(TopicsPipeline):
-    """A pipeline whose sink is a topic of the same broker."""
-
-    def __init__(self, *arguments: Any, **source: Any) -> None:
-        super().__init__(*arguments, **source)
-        # Other than the pipeline's own name, no two tests have it.
-        self.out = f"out-{uuid.uuid4().hex[:8]}"
-        self.document["sink"] = {
-            "type": "kafka",
-            "brokers": self.broker.brokers,
-            "format": "json",
-            "topic": f"{self.out}.{{table}}",
-            "partitions": 3,
-        }
-        self.change()
-
-    def received(self, committed: bool = True) -> list[dict[str, Any]]:
-        """The messages of the topic, as a consumer gets them."""
-        found = consumed(Cluster(self.broker.brokers), f"{self.out}.t", committed)
-        return [json.loads(message.value or b"") for message in found]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import BadRecord, ValueRefused
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
-from tests.sources.kafka.test_bad_messages import dead_letters
+from tests.support.dead_letters import dead_letters
 from tests.support.kafka_server import SECONDS, create_topic
 from tests.support.topics import TopicsPipeline
 

@@ -20,8 +20,8 @@ from airflow_cdc_provider.engine.sources.kafka.unchanged_values import net_of
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
-from tests.sinks.kafka.test_pipeline import KafkaPipeline
 from tests.support.delta_spark import delta_jars
+from tests.support.kafka_pipeline import KafkaPipeline
 from tests.support.kafka_server import create_topic
 from tests.support.mysql import query
 from tests.support.topics import TopicsPipeline, kafka_jars

@@ -23,11 +23,11 @@ from airflow_cdc_provider.engine.sources.kafka.query import Shape
 from airflow_cdc_provider.engine.sources.kafka.verify import _Remaining, _way_of
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
-from tests.sources.kafka.test_pipeline import CLICKS, ORDERS, SUMS
-from tests.sources.kafka.test_to_topics import VALID, VISITS, TopicsToTopic
 from tests.support.kafka_server import SECONDS
 from tests.support.kafka_sink import consumed
+from tests.support.topic_queries import CLICKS, ORDERS, SUMS
 from tests.support.topics import TopicsPipeline, moments
+from tests.support.topics_to_topic import VALID, VISITS, TopicsToTopic
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
