@@ -21,7 +21,9 @@ from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.pipeline.kinds import SinkSettings
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.settings import MetricsSettings, SnapshotSettings, StreamSettings
+from airflow_cdc_provider.engine.runs.source import AttachedSource
 from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sources.contract import Source
 from airflow_cdc_provider.engine.spark.settings import SparkSettings
 from tests.project.code_map import BEGIN, END, PAGE, code_map
 
@@ -96,14 +98,18 @@ SNIPPETS = [text for document, text in blocks("python", "toml") if document.name
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=[text.splitlines()[0] for text in SNIPPETS])
-def test_snippets_of_the_example_of_a_sink_are_taken_from_it(snippet: str) -> None:
-    code = code_of(ROOT / "docs" / "examples" / "sqlite_sink")
+def test_snippets_of_the_examples_of_a_sink_and_a_source_are_taken_from_them(snippet: str) -> None:
+    code = code_of(ROOT / "docs" / "examples" / "sqlite_sink") + code_of(ROOT / "docs" / "examples" / "journal_source")
     assert any(textwrap.indent(snippet, " " * depth) in code for depth in range(0, 20, 4))
 
 
-def test_the_contract_of_a_sink_names_every_method() -> None:
-    text = read(ROOT / "docs" / "sinks" / "custom.md")
-    for protocol in (Sink, SinkSettings):
+CONTRACTS: dict[str, tuple[type, ...]] = {"sinks": (Sink, SinkSettings), "sources": (Source, AttachedSource)}
+
+
+@pytest.mark.parametrize("page", CONTRACTS)
+def test_the_contract_names_every_method(page: str) -> None:
+    text = read(ROOT / "docs" / page / "custom.md")
+    for protocol in CONTRACTS[page]:
         members = {name for name in vars(protocol) if not name.startswith("_")}
         rows = re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE)
         assert members <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
-from airflow_cdc_provider.engine.changes.row_transform import Identity, RowTransform
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.section_values import (
@@ -48,6 +48,9 @@ from airflow_cdc_provider.engine.spark.settings import (
     runs_locally,
 )
 
+if TYPE_CHECKING:
+    from airflow_cdc_provider.engine.changes.row_transform import RowTransform
+
 _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
 
 
@@ -74,6 +77,8 @@ class Pipeline:
     @property
     def transform(self) -> RowTransform:
         """What is done to rows on their way to the sinks; no key of a file asks for anything yet."""
+        from airflow_cdc_provider.engine.changes.row_transform import Identity  # late: it takes pyarrow
+
         return Identity()
 
     @property

@@ -1,4 +1,4 @@
-"""Making a pipeline over topics ready, and removing it: checks, target tables, commit record.
+"""Making a pipeline over topics ready: checks, target tables, commit record.
 
 At the source nothing is made. Where the topics begin is recorded before anything is read, so that a first run that
 breaks off begins there again.
@@ -17,16 +17,14 @@ from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
 from airflow_cdc_provider.engine.runs.commit_records import (
-    commit_record_of,
     existing_record,
     record_if_any,
     require_targets,
     sink_of,
 )
-from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import check_targets, require_mode, target_for, target_name
-from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import Position
 from airflow_cdc_provider.engine.sources.kafka.query_difference import text_difference
@@ -35,7 +33,6 @@ from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, not
 from airflow_cdc_provider.engine.sources.kafka.spark_failures import fitting
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from airflow_cdc_provider.engine.state.files import State
-from airflow_cdc_provider.engine.state.location import clear, refuse_others
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -220,18 +217,3 @@ def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
     record = existing_record(pipeline)
     write_ledger(pipeline, state, record)
     return record
-
-
-def remove(pipeline: Pipeline, takeover: bool) -> None:
-    """Remove the state, checkpoint included, the sinks' records and what is staged; never target tables or topics.
-
-    :raises SecondWriter: when another run is alive and ``takeover`` is not set.
-    """
-    state, records = State(pipeline.state), commit_record_of(pipeline)
-    refuse_others(state, pipeline.name)
-    record = record_if_any(pipeline)
-    refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-    forget_ledger(state)
-    records.drop()
-    Checkpoint.of(pipeline).remove()
-    clear(state)

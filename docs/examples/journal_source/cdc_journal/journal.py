@@ -1,0 +1,82 @@
+"""The table that is read: how it is defined, and its rows beyond a number."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed
+from airflow_cdc_provider.engine.core.table import Column, Table
+from cdc_journal.settings import JournalSettings
+
+_BIGINT, _TEXT = ("bigint", 20), ("text", 25)
+
+
+class Journal:
+    """A table whose rows stay as they are, with a primary key of one integer above 0 that grows with each row."""
+
+    def __init__(self, settings: JournalSettings) -> None:
+        self._path = settings.path
+        self._name = settings.table
+
+    def table(self) -> Table:
+        """The table as sinks know tables: the key is a ``bigint``, all else is text.
+
+        :raises ConfigError: when it cannot be read as a journal.
+        """
+        with self._connected() as connection:
+            found = connection.execute("SELECT name, type, pk FROM pragma_table_info(?)", [self._name]).fetchall()
+        keys = [(name, type_) for name, type_, pk in found if pk]
+        if len(keys) != 1 or keys[0][1].upper() != "INTEGER":
+            raise ConfigError(
+                f"source.table: {self._path} has no table {self._name} with an INTEGER PRIMARY KEY",
+                "Name a table whose rows are numbered so.",
+            )
+        columns = tuple(
+            Column(name, *(_BIGINT if pk else _TEXT), None, bool(pk), True, attnum=number)
+            for number, (name, _, pk) in enumerate(found, 1)
+        )
+        return Table(1, "main", self._name, columns, (keys[0][0],), "d", None, (), "r")
+
+    def last(self, table: Table) -> int:
+        """The number of the last row, 0 when there is none."""
+        with self._connected() as connection:
+            found = connection.execute(f"SELECT max({_quoted(table.key[0])}) FROM {_quoted(self._name)}").fetchone()
+        return int(found[0] or 0)
+
+    def rows(self, table: Table, after: int, upto: int, limit: int) -> pa.Table:
+        """The next rows as texts, by the names ``c0``, …, in the order of their numbers.
+
+        :param after: number of the last row that is known.
+        :param upto: number beyond which nothing is read.
+        """
+        texts = ", ".join(f"CAST({_quoted(column.name)} AS TEXT)" for column in table.columns)
+        key = _quoted(table.key[0])
+        query = f"SELECT {texts} FROM {_quoted(self._name)} WHERE {key} > ? AND {key} <= ? ORDER BY {key} LIMIT ?"
+        with self._connected() as connection:
+            found = connection.execute(query, [after, upto, limit]).fetchall()
+        columns = zip(*found, strict=True) if found else [()] * len(table.columns)
+        return pa.table({f"c{i}": pa.array(column, pa.string()) for i, column in enumerate(columns)})
+
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        """A connection that only reads.
+
+        :raises ConnectionFailed: in place of SQLite's errors.
+        """
+        connection = None
+        try:
+            connection = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)
+            yield connection
+        except sqlite3.Error as e:
+            raise ConnectionFailed(f"{self._path} cannot be read: {e}", "Look at the file, then start again.") from e
+        finally:
+            if connection is not None:
+                connection.close()
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

@@ -1,0 +1,219 @@
+"""The source: where each question of the contract is answered that ``ReadOnlySource`` leaves open.
+
+The position is the number of the last row that a sink has, and so the applied LSN of its commit record: a unit
+``(start, end]`` is the rows with numbers in it. Nothing else has to be noted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pyarrow as pa
+
+from airflow_cdc_provider.engine.core.effect import ERASED, Effect
+from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
+from airflow_cdc_provider.engine.core.stream_end import Ending
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, sink_of
+from airflow_cdc_provider.engine.runs.progress import StreamProgress
+from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, take_epoch
+from airflow_cdc_provider.engine.runs.sink_checks import require_mode, targets_of
+from airflow_cdc_provider.engine.sinks.staged import StagedPiece
+from airflow_cdc_provider.engine.sources.contract import (
+    CheckedSource,
+    Follow,
+    Reached,
+    SourceStatus,
+    TellTable,
+    trouble_of,
+)
+from airflow_cdc_provider.engine.sources.read_only import ReadOnlySource
+from airflow_cdc_provider.engine.state.files import State
+from cdc_journal.journal import Journal
+from cdc_journal.settings import JournalSettings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_UNIT_ROWS = 10_000
+_END = (1 << 63) - 1
+
+
+class JournalSource(ReadOnlySource):
+    """See ``Source``."""
+
+    reads = "rows of a journal"
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline)
+        self._settings = cast(JournalSettings, pipeline.source)
+        self._journal = Journal(self._settings)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"journal": self._settings.path, "table": self._settings.table}
+
+    # -- before anything is touched -----------------------------------------------------------------
+
+    @contextmanager
+    def checking(self, checks: Checks) -> Iterator[CheckedSource]:
+        """See ``Source.checking``."""
+        table = checks.run("source", self._journal.table, lambda found: f"{found.name} can be read as a journal.")
+        checks.run("mode", self._require_mirrors)
+        identity = SourceIdentity(f"sqlite {self._settings.path}", lambda name: name == self._settings.table)
+        yield CheckedSource(None if table is None else [table], identity, self.require_continuation)
+
+    def _require_mirrors(self) -> str:
+        for branch in self.pipeline.branches:
+            if branch.sink.mode != "mirror":
+                raise ConfigError(
+                    f"sink.mode: a journal does not fill a {branch.sink.mode}",
+                    "Use `mirror`: its rows are never changed, so that it has all that a changelog would have.",
+                )
+        return "All sinks are mirrors."
+
+    def require_recorded(self, record: Record) -> None:
+        """See ``Source.require_recorded``."""
+        recorded = {name: record.identity.get(name) for name in self._identity}
+        if recorded != self._identity:
+            raise ConfigError(
+                f"source: {self._identity}, but the pipeline of this name has been provisioned with {recorded}",
+                "Put the source back, or use another pipeline name.",
+            )
+
+    def require_continuation(self, records: Sequence[Record]) -> str:
+        """See ``Source.require_continuation``: rows stay, so the last one that the sinks have is still there."""
+        last = self._journal.last(self._journal.table())
+        for record in records:
+            self.require_recorded(record)
+            if last < record.applied:
+                raise GateClosed(
+                    f"{self._settings.path} ends at row {last}, but the sink was filled from it up to {record.applied}",
+                    "Restore the file. Without that: `airflow-cdc drop`, empty or drop the target table, then `run`.",
+                )
+        return "The journal goes on where the sinks are."
+
+    # -- commands -----------------------------------------------------------------------------------
+
+    def provision(self, takeover: bool) -> tuple[Record, Mapping[str, Any]]:
+        """See ``Source.provision``: the target table and a record that begins before the first row."""
+        pipeline, state = self.pipeline, State(self.pipeline.state)
+        record = record_if_any(pipeline)
+        refuse_second_writer(state, record.epoch if record else 0, None, takeover)
+        for branch in pipeline.branches:
+            own = sink_of(branch).record()
+            if own is None:
+                identity = {**self._identity, "mode": branch.sink.mode}
+                sink_of(branch).prepare(targets_of(branch, [self._journal.table()]), [], identity, 0)
+            else:
+                self.require_recorded(own)
+                require_mode(branch, own.identity)
+        take_epoch(pipeline, state, takeover)
+        record = existing_record(pipeline)
+        write_ledger(pipeline, state, record)
+        return record, {}
+
+    def follower(self, record: Record, ending: Ending) -> tuple[Follow, Reached]:
+        """See ``Source.follower``."""
+        (target,) = record.targets
+        goal = ending.lsn
+        if ending.caught_up:
+            goal = self._journal.last(target.table)
+
+        def follow(
+            spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]
+        ) -> StreamProgress:
+            return self._follow(run, target, goal, tell)
+
+        return follow, lambda done: goal is not None and done.applied >= goal
+
+    def _follow(
+        self, run: Run, target: Target, goal: int | None, tell: Callable[[StreamProgress], None]
+    ) -> StreamProgress:
+        """Bring rows into all sinks, a unit at a time, until the goal is reached or the run is asked to stop."""
+        run.commit_record.sweep(run.epoch)
+        applied = {branch: existing_record(branch.pipeline).applied for branch in run.branches}
+        done = StreamProgress(min(applied.values()))
+        while not run.stopping and (goal is None or done.applied < goal):
+            run.check()
+            rows = self._journal.rows(target.table, done.applied, goal or _END, _UNIT_ROWS)
+            if not rows.num_rows:
+                if goal is not None:
+                    break  # a number that no row has
+                run.wait(self.pipeline.stream.trigger)
+                continue
+            numbers = _numbers(rows, target)
+            for branch in run.branches:
+                _bring(branch, target, rows, numbers, applied)
+            changes = {target.table.label: rows.num_rows}
+            done = replace(done.plus(StreamProgress(0, rows.num_rows, tables=changes)), applied=min(applied.values()))
+            run.lag.advance(done.applied)
+            tell(done)
+        tell(done)
+        return done
+
+    def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
+        """See ``Source.status``: the last row that there is."""
+        facts = {"last_row": self._journal.last(self._journal.table())}
+        return SourceStatus(
+            facts=facts, trouble=trouble_of(lambda: self.require_continuation(records)) if judge else None
+        )
+
+    def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:
+        """See ``Source.verify``: rows that a sink has by its record, compared text by text."""
+        results = []
+        for branch in self.pipeline.branches:
+            record = existing_record(branch)
+            (target,) = record.targets
+            names = [column.name for column in target.table.columns]
+            ours = _as_set(self._journal.rows(target.table, 0, record.applied, _END).rename_columns(names))
+            batches = list(sink_of(branch).rows(target))
+            theirs = _as_set(pa.Table.from_batches(batches).select(names)) if batches else set()
+            results.append(
+                {
+                    "table": target.table.label,
+                    "source_rows": len(ours),
+                    "target_rows": len(theirs),
+                    "equal": ours == theirs,
+                    "differences": [],
+                    "unsettled": 0,
+                    "difference_count": len(ours ^ theirs),
+                }
+            )
+        equal = all(result["equal"] for result in results)
+        return {"equal": equal, "tables": results, "live": live, "lag_bytes": None, "not_compared": []}
+
+
+def _bring(
+    branch: Run, target: Target, rows: pa.Table, numbers: np.ndarray[Any, np.dtype[np.int64]], applied: dict[Run, int]
+) -> None:
+    """Stage and commit a unit in one sink, from where that is: after a crash it may have more than another."""
+    start, end = applied[branch], int(numbers[-1])
+    if end <= start:
+        return
+    mine = rows.filter(pa.array(numbers > start))
+    effect = Effect(target.table.label, False, mine.add_column(0, ERASED, pa.array(np.zeros(mine.num_rows, bool))))
+    staged = branch.sink.stage(branch.epoch, f"{branch.epoch}_{uuid.uuid4().hex[:12]}", [effect])
+    piece = StagedPiece(str(start), str(end), 0, mine.num_rows, b"", staged, frozenset(), 0)
+    branch.sink.commit(branch.epoch, start, end, [piece])
+    applied[branch] = end
+
+
+def _numbers(rows: pa.Table, target: Target) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The numbers of rows."""
+    key = [column.name for column in target.table.columns].index(target.table.key[0])
+    return np.array([int(text) for text in rows[f"c{key}"].to_pylist()], dtype=np.int64)
+
+
+def _as_set(rows: pa.Table) -> set[tuple[str | None, ...]]:
+    return set(zip(*(column.to_pylist() for column in rows.columns), strict=True))
