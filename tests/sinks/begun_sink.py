@@ -204,9 +204,9 @@ class Begun:
         return self.sink.commit(self.epoch, start, end, [self.piece(*effects)])
 
     def reread(self, keys: Sequence[str] | None, *rows: Row, before: Target | None = TARGET, high: int = 150) -> int:
-        """Read rows again: those with some keys, or all."""
+        """Read rows again: those with some keys, or all; each comes in a batch of its own."""
         chosen = None if keys is None else frozenset((key,) for key in keys)
-        batches = iter([batch(*rows)] if rows else [])
+        batches = iter([batch(row) for row in rows])
         watermark = replace(WATERMARK, high=high)
         return self.sink.replace(self.epoch, TARGET, chosen, batches, lambda: watermark, before)
 

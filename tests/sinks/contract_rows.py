@@ -218,6 +218,12 @@ class MirrorContract(RowsContract):
 class ChangelogContract(RowsContract):
     """Units change by change."""
 
+    def test_two_keys_are_one_if_their_texts_are(self, begun: Begun) -> None:
+        """Whatever their type says: the stream brings the other one."""
+        begun.copy(WHOLE, ("1", "a", "1.00"))
+        assert begun.reread(["1"], ("1", "b", "1.00"), ("01", "c", "1.00")) == 1
+        assert begun.rows() == [("1", "b", "1.00")]
+
     mode: Mode = "changelog"
 
     def test_a_changelog_keeps_every_change_and_says_what_was_read_again(self, begun: Begun) -> None:

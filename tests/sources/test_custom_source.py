@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.registry import types
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
-from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.heartbeat import STREAM
 from tests.conftest import Databases
@@ -50,7 +50,7 @@ class JournalUnderTest(PipelineUnderTest):
 
     @property
     def journal(self) -> Path:
-        return self.directory / "app.db"
+        return self.directory / "app#1%20.db"
 
     def execute(self, *statements: str) -> None:
         """Execute statements at the source, and commit them."""
@@ -149,6 +149,66 @@ def test_what_cannot_be_gone_on_with_is_refused(pipeline: JournalUnderTest) -> N
     pipeline.journal.unlink()
     with pytest.raises(ConnectionFailed, match="cannot be read"):
         commands.provision(pipeline.pipeline)
+
+
+def test_a_file_of_before_is_noticed_at_every_start(pipeline: JournalUnderTest) -> None:
+    """Else its next rows would take the numbers of rows that the sink has, and never come."""
+    epoch = pipeline.provision().epoch
+    pipeline.follow(epoch=epoch)
+    pipeline.execute("DELETE FROM events WHERE id > 1")
+    with pytest.raises(GateClosed, match="ends at row 1"):
+        pipeline.follow(epoch=epoch)
+    with pytest.raises(GateClosed, match="ends at row 1"):
+        pipeline.follow("forever", epoch)
+
+
+@pytest.mark.parametrize("change", ["DROP COLUMN size", "ADD COLUMN more", "RENAME COLUMN body TO text"])
+def test_a_table_that_is_not_what_it_was_is_told(pipeline: JournalUnderTest, change: str) -> None:
+    pipeline.provision()
+    pipeline.execute(f"ALTER TABLE events {change}")
+    with pytest.raises(GateClosed, match="but the target was made for id, body, size"):
+        pipeline.follow()
+    pipeline.execute("DROP TABLE events")
+    status = commands.status(pipeline.pipeline)
+    assert "has no table events" in str(status)
+
+
+def test_a_stream_that_waits_is_alive_and_ends_when_it_is_asked_to(pipeline: JournalUnderTest) -> None:
+    """And finds out that another run has taken over."""
+    epoch = pipeline.provision().epoch
+    source = source_of(pipeline.pipeline)
+    for end in ("stopped", "overtaken"):
+        told: list[StreamProgress] = []
+        with run_part(pipeline.pipeline, STREAM, epoch) as (run, record):
+            follow, _ = source.follower(record, Ending.parse("forever"))
+
+            def tell(
+                progress: StreamProgress, run: Run = run, end: str = end, told: list[StreamProgress] = told
+            ) -> None:
+                told.append(progress)
+                if len(told) == 3 and end == "stopped":
+                    run.ask_to_stop()
+                elif len(told) == 3:
+                    run.commit_record.take_epoch("another")
+
+            if end == "stopped":
+                assert follow(None, run, record, tell).applied == 3  # type: ignore[arg-type]
+            else:
+                with pytest.raises(Fenced):
+                    follow(None, run, record, tell)  # type: ignore[arg-type]
+        assert len(told) >= 3
+
+
+def test_rows_that_come_while_they_are_compared_are_no_difference(
+    pipeline: JournalUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.provision()
+    pipeline.follow()
+    record = existing_record(pipeline.pipeline)
+    pipeline.write("four")
+    pipeline.follow()
+    monkeypatch.setattr("cdc_journal.source.existing_record", lambda branch: record)
+    assert source_of(pipeline.pipeline).verify(True, lambda *_: None)["equal"]
 
 
 def test_a_changelog_is_refused(pipeline: JournalUnderTest) -> None:

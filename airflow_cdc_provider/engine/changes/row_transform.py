@@ -1,8 +1,8 @@
 """What is done to the rows of a table between its source and its sinks: one place for stream, chunks and re-reads.
 
-It comes after the chunks' filter and the collapse by key, which look at keys as the source has them, and before a sink
-sees anything. ``verify`` and the definitions of targets see the table as it is after it, which is also what the commit
-record holds.
+It comes after the chunks' filter and the collapse by key, and before a sink sees anything. The definitions of targets
+and ``verify`` see the table as it is after it, which is also what the commit record holds. Rows are read by that table,
+too, and keys that a sink names are looked for at the source: so names, types and keys stay as they are.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.table import Table
 
-# Columns of an effect that hold values of the table: new rows, keys under which the target has them, and old rows.
-_VALUES = re.compile(r"([cob])(\d+)")
+# Columns of an effect that hold values of new rows, and of old ones.
+_VALUES = re.compile(r"([cb])(\d+)")
 
 
 class RowTransform(Protocol):
     """A pure function of a table and its values, picklable: the same row gives the same row, wherever and whenever.
 
-    It keeps number and order of the columns, and which of them are the key. A null stays null, since it also stands for
-    what was not sent.
+    A null stays null, since it also stands for what was not sent.
     """
 
     def table(self, table: Table) -> Table:
-        """The table as its targets are defined.
+        """The table as its targets are defined, with the names, types and key that it has.
 
         :param table: as it is captured.
         """
@@ -38,7 +37,7 @@ class RowTransform(Protocol):
         """Values as the sinks get them.
 
         :param table: as its targets are defined.
-        :param columns: some of the columns, by their place in ``table.columns``, as text.
+        :param columns: some of the columns beside the key, by their place in ``table.columns``, as text.
         :returns: the same places, as text.
         """
 
@@ -70,10 +69,16 @@ def transformed_rows(
 
 
 def _transformed_batch(transform: RowTransform, table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
-    columns = pa.Table.from_batches([batch]).columns
-    changed = transform.columns(table, dict(enumerate(columns)))
-    arrays = [changed[place].combine_chunks() for place in range(len(columns))]
+    columns = dict(enumerate(pa.Table.from_batches([batch]).columns))
+    columns |= transform.columns(
+        table, {place: column for place, column in columns.items() if place not in _key(table)}
+    )
+    arrays = [column.combine_chunks() for column in columns.values()]
     return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+
+def _key(table: Table) -> set[int]:
+    return {place for place, column in enumerate(table.columns) if column.name in table.key}
 
 
 def transformed_effect(transform: RowTransform, table: Table, effect: Effect) -> Effect:
@@ -83,12 +88,11 @@ def transformed_effect(transform: RowTransform, table: Table, effect: Effect) ->
     """
     if transform == Identity():
         return effect
-    key = [[column.name for column in table.columns].index(name) for name in table.key]
     groups: dict[str, dict[int, str]] = {}
     for name in effect.rows.column_names:
-        if found := _VALUES.fullmatch(name):
-            place = int(found[2])
-            groups.setdefault(found[1], {})[key[place] if found[1] == "o" else place] = name
+        found = _VALUES.fullmatch(name)
+        if found and (place := int(found[2])) not in _key(table):
+            groups.setdefault(found[1], {})[place] = name
     columns = dict(zip(effect.rows.column_names, effect.rows.columns, strict=True))
     for names in groups.values():
         changed = transform.columns(table, {place: columns[name] for place, name in names.items()})

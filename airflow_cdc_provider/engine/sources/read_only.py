@@ -61,14 +61,17 @@ class ReadOnlySource:
 
     def without_targets(self, gone: Sequence[Target], record: Record) -> str:
         """See :meth:`.AttachedSource.without_targets`."""
-        return f"Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning of its {self.reads}."
+        return "Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning."
 
     def take_epoch(self, record: Record, records: CommitRecord, owner: str) -> int:
         """See :meth:`.AttachedSource.take_epoch`: earlier runs have nothing at the source that could be ended."""
         return records.take_epoch(owner)
 
     def enter(self, part: str) -> None:
-        """See :meth:`.AttachedSource.enter`: target tables are there. The job itself looks at the source."""
+        """See :meth:`.AttachedSource.enter`: target tables are there.
+
+        What follows the source looks itself, when it begins and while it works, whether that can still be gone on with.
+        """
         for branch in self.pipeline.branches:
             require_targets(branch, sink_of(branch, part), existing_record(branch))
 
@@ -136,7 +139,7 @@ class ReadOnlySource:
     def _refuse_copying_only(self) -> NoReturn:
         raise ConfigError(
             f"snapshot.mode: 'only' is for tables of Postgres, and pipeline {self.pipeline.name!r} reads {self.reads}",
-            f"Leave it out; `airflow-cdc stream --until caught-up` ends at the end of the {self.reads}.",
+            "Leave it out; `airflow-cdc stream --until caught-up` ends at the end of what is there.",
         )
 
     def rereads(self, command: str) -> NoReturn:
@@ -146,8 +149,8 @@ class ReadOnlySource:
         """
         raise ConfigError(
             f"{command} reads tables of Postgres, and pipeline {self.pipeline.name!r} reads {self.reads}",
-            f"To read the {self.reads} again from their beginning, run `airflow-cdc drop`, empty or drop the target"
-            " tables, then `airflow-cdc run`.",
+            "To read again from the beginning, run `airflow-cdc drop`, empty or drop the target tables, then"
+            " `airflow-cdc run`.",
         )
 
     def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Record:

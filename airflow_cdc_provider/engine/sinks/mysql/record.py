@@ -118,13 +118,14 @@ class MysqlRecord(MysqlTargets):
         )
 
     def _targets(self, tx: Session, labels: Collection[str] | None = None) -> dict[str, Target]:
+        named = "" if labels is None else f" AND source_table IN ({', '.join(['%s'] * len(labels))})"
         found = tx.rows(
             "SELECT definition, target_schema, target_table FROM airflow_cdc.tables WHERE pipeline = %s"
-            " ORDER BY source_table",
-            [self.pipeline],
+            f"{named} ORDER BY source_table",
+            [self.pipeline, *(labels or ())],
         )
         targets = (Target(Table.from_dict(json.loads(d)), schema, name) for d, schema, name in found)
-        return {target.table.label: target for target in targets if labels is None or target.table.label in labels}
+        return {target.table.label: target for target in targets}
 
     def _shape(self, opened: Session, target: Target) -> Table:
         """The definition that a target table has by now, which may be behind the recorded one."""

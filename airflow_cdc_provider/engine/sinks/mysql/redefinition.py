@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
-from airflow_cdc_provider.engine.sinks.transactional.reads import Read, Room
+from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, PendingRead
 from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ
 
 
@@ -47,20 +47,22 @@ class MysqlRedefinition(MysqlUnits):
             [definition, definition, self.pipeline, target.table.label],
         )
 
-    def _make_room(self, tx: Session, epoch: int, read: Read[Session], applied: int) -> Room | None:
-        """See :meth:`.TransactionalSink._make_room`.
+    def _choose_destination(
+        self, tx: Session, epoch: int, read: PendingRead[Session], applied: int
+    ) -> Destination | None:
+        """See :meth:`.TransactionalSink._choose_destination`.
 
         A changelog is altered at once, and keeps its events; if the rows do not follow, they are still to be read. Of a
         mirror a table without rows is made, to be filled aside.
         """
-        if read.again and read.before is None:
+        if read.is_reread and read.before is None:
             self._lacks(tx, read.target)  # refuses what is not ours
         if not read.whole:
-            return Room("", applied)
-        aside = self._make_table(tx, epoch, read.target, read.again)
-        tx.rollback()  # the room may have been made in transactions of its own
+            return Destination("", applied)
+        aside = self._make_table(tx, epoch, read.target, read.is_reread)
+        tx.rollback()  # that may have been made in transactions of its own
         applied = self._begin(tx, epoch, "share" if aside else read.lock)
-        return Room(aside, applied) if read.is_wanted(tx) else None
+        return Destination(aside, applied) if read.is_wanted(tx) else None
 
     def _make_table(self, opened: Session, epoch: int, target: Target, reread: bool) -> str:
         """Before a table is read as a whole: see to it that there is one of its definition for the rows to go to.
@@ -116,23 +118,27 @@ class MysqlRedefinition(MysqlUnits):
                 " afterwards.",
             )
 
-    def _fill_aside(self, tx: Session, read: Read[Session], room: Room, batches: Iterator[pa.RecordBatch]) -> int:
+    def _fill_aside(
+        self, tx: Session, read: PendingRead[Session], destination: Destination, batches: Iterator[pa.RecordBatch]
+    ) -> int:
         failpoint("before-chunk-staged")
         statements = TableStatements(tx, read.target, self.mode)
-        return statements.copy_to(quoted("airflow_cdc", room.aside), batches, room.applied, FIRST_READ)
+        return statements.copy_to(quoted("airflow_cdc", destination.aside), batches, destination.applied, FIRST_READ)
 
     @contextmanager
-    def _take_place(self, tx: Session, epoch: int, read: Read[Session], room: Room) -> Iterator[bool]:
+    def _take_place(
+        self, tx: Session, epoch: int, read: PendingRead[Session], destination: Destination
+    ) -> Iterator[bool]:
         """See :meth:`.TransactionalSink._take_place`; the record is the point of no return."""
         tx.commit()
         failpoint("after-aside")
         with self._naming_lock(tx):
-            self._require_still(room.applied, self._begin(tx, epoch, "alone"), read.target)
+            self._require_still(destination.applied, self._begin(tx, epoch, "alone"), read.target)
             if not read.is_wanted(tx):
                 yield False
                 return
-            self._require_aside(tx, read.target, room.aside)
-            announce(tx, self.pipeline, read.target, "exchange", room.aside)
+            self._require_aside(tx, read.target, destination.aside)
+            announce(tx, self.pipeline, read.target, "exchange", destination.aside)
             yield True
             tx.commit()
             settle(tx, self.pipeline, self.mode)

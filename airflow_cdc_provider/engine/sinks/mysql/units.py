@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.effect import Effect
@@ -73,8 +73,8 @@ class MysqlUnits(MysqlRecord):
             statements.fill_staging(relation, rows)
         return staged
 
-    def _tables(self, tx: Session, targets: Iterable[Target]) -> Mapping[str, TargetTable]:
-        return {target.table.label: TableStatements(tx, target, self.mode) for target in targets}
+    def _table(self, tx: Session, target: Target) -> TargetTable:
+        return TableStatements(tx, target, self.mode)
 
     def _advance(self, tx: Session, end: int) -> None:
         tx.run(
@@ -86,8 +86,8 @@ class MysqlUnits(MysqlRecord):
             [self.pipeline, end],
         )
 
-    def _commit_unit(self, tx: Session, relations: Sequence[str]) -> None:
-        """See :meth:`.TransactionalUnits._commit_unit`: to drop a table commits. What a crash leaves here is swept."""
+    def _finish_unit(self, tx: Session, relations: Sequence[str]) -> None:
+        """See :meth:`.TransactionalUnits._finish_unit`: to drop a table commits. What a crash leaves here is swept."""
         tx.commit()
         failpoint("before-staging-dropped")
         for relation in relations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -149,6 +149,9 @@ class PostgresFence(TransactionalSink[Connection]):
                     "Promote it, or point `sink.dsn` at the primary.",
                 )
         return refusal_of(error, describe(self.dsn))
+
+    def _asking(self) -> AbstractContextManager[Connection]:
+        return self._asked()
 
     @contextmanager
     def _asked(self, settings: Mapping[str, str] | None = None) -> Iterator[Connection]:

@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableState
 from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import prepare_target
 from airflow_cdc_provider.engine.sinks.postgres.units import PostgresUnits
-from airflow_cdc_provider.engine.sinks.transactional.reads import Read, Room
+from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, PendingRead
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,14 @@ class PostgresReads(PostgresUnits):
             ],
         )
 
-    def _make_room(self, tx: Connection, epoch: int, read: Read[Connection], applied: int) -> Room:
-        """See :meth:`.TransactionalSink._make_room`: in the transaction, as all that has to be done is DDL."""
-        if read.again:
+    def _choose_destination(
+        self, tx: Connection, epoch: int, read: PendingRead[Connection], applied: int
+    ) -> Destination:
+        """See :meth:`.TransactionalSink._choose_destination`: the target itself, changed in the same transaction.
+
+        A mirror loses its rows before the change: none need be converted, and none break a new key.
+        """
+        if read.is_reread:
             before, target = read.before or read.target, read.target
             if read.keys is None:
                 prepare_target(tx, self.pipeline, self.mode, before, self.convert)
@@ -56,7 +61,7 @@ class PostgresReads(PostgresUnits):
                 if self.mode == "mirror":
                     TableStatements(tx, before, self.mode).delete(read.keys)
                 redefine(tx, self.pipeline, self.mode, before, target, rows_stay=False, convert=self.convert)
-        return Room("", applied)
+        return Destination("", applied)
 
     def _forget_chunks(self, tx: Connection, label: str) -> None:
         rows(tx, "DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND source_table = %s", [self.pipeline, label])

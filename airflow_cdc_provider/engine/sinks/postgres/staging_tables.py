@@ -94,7 +94,7 @@ class TableStatements(StagingDdl, TargetTable):
         before = self._run(f"SELECT max(_seq) FROM {{table}} WHERE _commit_lsn = '{lsn}' AND _seq < 1")[0][0]
         seq = FIRST_READ if before is None else int(str(before)) + 1
         names = list(self._target.table.key)
-        # One that is left out gets what somebody has given it as a default. Some may be gone, and not yet made again.
+        # One that is left out gets what somebody has given it as a default.
         present = [column.name for column in self._target.table.columns if column.name in self._present]
         statement = (
             "INSERT INTO {table} ({columns}_op, _commit_lsn, _seq, _xid, _commit_ts, _before, _unchanged) VALUES"

@@ -97,6 +97,9 @@ class PostgresUnits(PostgresRecord):
     def _check_deferred(self, tx: Connection) -> None:
         rows(tx, "SET CONSTRAINTS ALL IMMEDIATE")
 
+    def _table(self, tx: Connection, target: Target) -> TargetTable:
+        return TableStatements(tx, target, self.mode)
+
     def _tables(self, tx: Connection, targets: Iterable[Target]) -> Mapping[str, TargetTable]:
         found = list(targets)
         keys = TargetKey.of_all(tx, found if self.mode == "mirror" else [])
@@ -116,7 +119,7 @@ class PostgresUnits(PostgresRecord):
             [self.pipeline, format_lsn(end)],
         )
 
-    def _commit_unit(self, tx: Connection, relations: Sequence[str]) -> None:
+    def _finish_unit(self, tx: Connection, relations: Sequence[str]) -> None:
         for some in _portions(relations):
             names = sql.SQL(", ").join(sql.Identifier("airflow_cdc", relation) for relation in some)
             rows(tx, sql.SQL("DROP TABLE {}").format(names))

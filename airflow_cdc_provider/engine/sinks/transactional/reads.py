@@ -29,16 +29,16 @@ from airflow_cdc_provider.engine.sinks.transactional.units import TransactionalU
 
 
 @dataclass(frozen=True)
-class Read(Generic[Tx]):
+class PendingRead(Generic[Tx]):
     """A chunk or a re-read that is about to be written.
 
     :param keys: of a re-read of some rows; ``None`` for all.
-    :param whole: its rows take the place of all that the target has.
+    :param whole: its rows take the place of all that the target has: a chunk without bounds, or a whole table.
     :param lock: of the epoch's row.
     :param is_wanted: looks whether it is still to be written.
     :param record: records it, with its watermark and rows.
     :param before: of a re-read, the target as it is recorded; ``None`` for a chunk, or a table that joins.
-    :param again: whether it is a re-read.
+    :param is_reread: whether it is a re-read.
     """
 
     target: Target
@@ -48,11 +48,11 @@ class Read(Generic[Tx]):
     is_wanted: Callable[[Tx], bool]
     record: Callable[[Tx, Watermark, int], None]
     before: Target | None = None
-    again: bool = False
+    is_reread: bool = False
 
 
 @dataclass(frozen=True)
-class Room:
+class Destination:
     """Where the rows of a read go.
 
     :param aside: what they are brought to; empty for the target table itself.
@@ -88,20 +88,24 @@ class TransactionalSink(TransactionalUnits[Tx]):
     def _free_index(self, tx: Tx, label: str) -> int:
         """A number that none of a table's chunks has."""
 
-    def _make_room(self, tx: Tx, epoch: int, read: Read[Tx], applied: int) -> Room | None:
+    def _choose_destination(self, tx: Tx, epoch: int, read: PendingRead[Tx], applied: int) -> Destination | None:
         """See to it that there is a table of the right definition for the rows to go to.
 
         The transaction, which has begun, may end, and another begin.
 
         :returns: ``None`` when the read is no longer wanted.
         """
-        return Room("", applied)
+        return Destination("", applied)
 
-    def _fill_aside(self, tx: Tx, read: Read[Tx], room: Room, batches: Iterator[pa.RecordBatch]) -> int:
+    def _fill_aside(
+        self, tx: Tx, read: PendingRead[Tx], destination: Destination, batches: Iterator[pa.RecordBatch]
+    ) -> int:
         """Bring rows to the table aside; asked only where there is one."""
         raise NotImplementedError
 
-    def _take_place(self, tx: Tx, epoch: int, read: Read[Tx], room: Room) -> AbstractContextManager[bool]:
+    def _take_place(
+        self, tx: Tx, epoch: int, read: PendingRead[Tx], destination: Destination
+    ) -> AbstractContextManager[bool]:
         """Have what was brought aside take its place; what the block records is committed with it.
 
         It gives whether the read is still wanted. The store calls :meth:`_require_still`.
@@ -126,7 +130,7 @@ class TransactionalSink(TransactionalUnits[Tx]):
         """See :meth:`.contract.Sink.write_chunk`."""
 
         def is_wanted(tx: Tx) -> bool:
-            # The record's row is locked until the chunk is committed: who notes another origin waits for that.
+            # The epoch's row is locked until the transaction ends: who notes another origin waits for that.
             noted = Origin.of(self._source(tx))
             if noted != origin:
                 raise StreamFailed(
@@ -139,7 +143,7 @@ class TransactionalSink(TransactionalUnits[Tx]):
             self._finish_chunk(tx, epoch, ChunkRecord(chunk, watermark, count), target)
             failpoint("before-chunk-commit")
 
-        read = Read(target, None, chunk.whole, "share", is_wanted, record)
+        read = PendingRead(target, None, chunk.whole, "share", is_wanted, record)
         count = self._write(epoch, read, batches, finish)
         if count is not None:
             failpoint("after-chunk-commit")
@@ -167,11 +171,10 @@ class TransactionalSink(TransactionalUnits[Tx]):
                 self._forget_chunks(tx, label)
             else:
                 index = self._free_index(tx, label)
-            read = ChunkRecord(Chunk(label, index, None, None), watermark, count, keys)
-            self._enter_reread(tx, epoch, read, target)
+            self._enter_reread(tx, epoch, ChunkRecord(Chunk(label, index, None, None), watermark, count, keys), target)
             failpoint("before-reread-commit")
 
-        read = Read(target, keys, keys is None, "alone", lambda _: True, record, before, again=True)
+        read = PendingRead(target, keys, keys is None, "alone", lambda _: True, record, before, is_reread=True)
         count = self._write(epoch, read, batches, finish)
         failpoint("after-reread-commit")
         assert count is not None  # a re-read is always wanted
@@ -184,50 +187,50 @@ class TransactionalSink(TransactionalUnits[Tx]):
         failpoint("after-redefinition")
 
     def _write(
-        self, epoch: int, read: Read[Tx], batches: Iterator[pa.RecordBatch], finish: Callable[[], Watermark]
+        self, epoch: int, read: PendingRead[Tx], batches: Iterator[pa.RecordBatch], finish: Callable[[], Watermark]
     ) -> int | None:
         """Write a read's rows and record it; ``None`` when it is not wanted any more."""
         with self._fenced(epoch, read.lock) as (tx, applied):
-            room = self._make_room(tx, epoch, read, applied) if read.is_wanted(tx) else None
-            if room is None:
+            destination = self._choose_destination(tx, epoch, read, applied) if read.is_wanted(tx) else None
+            if destination is None:
                 return None
             if read.keys is not None:
-                batches = self._only_members(tx, read.target, read.keys, batches)
-            fill = self._fill_aside if room.aside else self._fill
-            count = fill(tx, read, room, batches)
+                batches = self._only_members(read.target, read.keys, batches)
+            fill = self._fill_aside if destination.aside else self._fill
+            count = fill(tx, read, destination, batches)
             failpoint("after-chunk-staged")
             watermark = finish()
-            with self._take_place(tx, epoch, read, room) if room.aside else _in_place() as wanted:
+            with self._take_place(tx, epoch, read, destination) if destination.aside else _in_place() as wanted:
                 if wanted:
                     failpoint("before-chunk-prepared")
                     read.record(tx, watermark, count)
         return count if wanted else None
 
-    def _fill(self, tx: Tx, read: Read[Tx], room: Room, batches: Iterator[pa.RecordBatch]) -> int:
+    def _fill(self, tx: Tx, read: PendingRead[Tx], destination: Destination, batches: Iterator[pa.RecordBatch]) -> int:
         """Write rows into the target table."""
-        (table,) = self._tables(tx, [read.target]).values()
+        table = self._table(tx, read.target)
         replacing = read.whole or read.keys is not None
-        seq = table.make_room(read.keys, room.applied) if replacing else FIRST_READ
+        seq = table.clear(read.keys, destination.applied) if replacing else FIRST_READ
         failpoint("before-chunk-staged")
-        return table.copy(batches, room.applied, seq)
+        return table.copy(batches, destination.applied, seq)
 
     def _only_members(
-        self, tx: Tx, target: Target, keys: frozenset[tuple[str, ...]], batches: Iterator[pa.RecordBatch]
+        self, target: Target, keys: frozenset[tuple[str, ...]], batches: Iterator[pa.RecordBatch]
     ) -> Iterator[pa.RecordBatch]:
         """Leave out rows that the source has found under another text of a key, if that is another key for the target.
 
-        The stream brings these rows.
+        The stream brings these rows. The target is asked in a session of its own: that of the transaction is in the
+        middle of taking rows.
         """
-        (table,) = self._tables(tx, [target]).values()
         names = [column.name for column in target.table.columns]
         for batch in batches:
             columns = [batch.column(names.index(name)) for name in target.table.key]
             texts = zip(*(column.to_pylist() for column in columns), strict=True)
             members = np.array([text in keys for text in texts], dtype=bool)
             others = np.flatnonzero(~members)
-            if others.size and self.mode == "mirror":
+            if others.size:
                 asked = [column.take(pa.array(others)) for column in columns]
-                members[[others[place] for place, _ in table.members(sorted(keys), asked)]] = True
+                members[[others[place] for place, _ in self.members(target, sorted(keys), asked)]] = True
             yield batch.filter(pa.array(members))
 
     def members(
@@ -236,9 +239,8 @@ class TransactionalSink(TransactionalUnits[Tx]):
         """See :meth:`.contract.Sink.members`; the keys of a changelog are one if their texts are."""
         if self.mode == "changelog":
             return members_by_text(members, keys)
-        with self._transaction() as tx:
-            (table,) = self._tables(tx, [target]).values()
-            return table.members(members, keys)
+        with self._asking() as tx:
+            return self._table(tx, target).members(members, keys)
 
     @staticmethod
     def _require_still(before: int, applied: int, target: Target) -> None:

@@ -54,6 +54,10 @@ class TransactionalRecord(ABC, Generic[Tx]):
     def _transaction(self, rehearsal: bool = False) -> AbstractContextManager[Tx]:
         """A session; what has been begun in it is committed at the end of the block, or for a rehearsal taken back."""
 
+    def _asking(self) -> AbstractContextManager[Tx]:
+        """A session that only asks; a store that can keeps it from writing."""
+        return self._transaction()
+
     @abstractmethod
     def _lock_epoch(self, tx: Tx, lock: Lock | None) -> tuple[int, int] | None:
         """Lock the epoch's row, or only read it.

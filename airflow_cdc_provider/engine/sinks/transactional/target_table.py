@@ -42,8 +42,8 @@ class TargetTable(ABC):
         self.apply_mirror(staged)
         return lacking
 
-    def make_room(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
-        """Remove rows that are read again, all when ``None``; a changelog says so by a truncate or by deletes.
+    def clear(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
+        """Clear the table of rows that are read again, all when ``None``; a changelog says so by a truncate or deletes.
 
         :returns: the ``_seq`` in a changelog of the rows that follow.
         """

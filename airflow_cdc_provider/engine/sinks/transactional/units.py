@@ -23,8 +23,12 @@ class TransactionalUnits(TransactionalRecord[Tx]):
     # -- what a store fills in ---------------------------------------------------------------------
 
     @abstractmethod
+    def _table(self, tx: Tx, target: Target) -> TargetTable:
+        """A target table to work on in a transaction."""
+
     def _tables(self, tx: Tx, targets: Iterable[Target]) -> Mapping[str, TargetTable]:
-        """Target tables to work on in a transaction, by label."""
+        """Target tables, by label; for a store that looks at all of them at once."""
+        return {target.table.label: self._table(tx, target) for target in targets}
 
     @abstractmethod
     def _stage(self, tx: Tx, epoch: int, attempt: str, effects: Sequence[Effect]) -> Sequence[Staged]:
@@ -35,7 +39,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         """Rows that stand in what was staged; what is gone may be left out."""
 
     @abstractmethod
-    def _commit_unit(self, tx: Tx, relations: Sequence[str]) -> None:
+    def _finish_unit(self, tx: Tx, relations: Sequence[str]) -> None:
         """Drop what was staged for a unit in its transaction; or, where to drop commits, commit first."""
 
     @abstractmethod
@@ -136,7 +140,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
                     self._note(tx, noted)
             staged += (each for piece in pieces for each in piece.tables)  # of a unit that is skipped
             failpoint("in-batch-commit")
-            self._commit_unit(tx, list(dict.fromkeys(each.relation for each in staged if each.relation is not None)))
+            self._finish_unit(tx, list(dict.fromkeys(each.relation for each in staged if each.relation is not None)))
         failpoint("after-batch-commit")
         return not skip
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pyarrow as pa
 
-from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed
+from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, GateClosed
 from airflow_cdc_provider.engine.core.table import Column, Table
 from cdc_journal.settings import JournalSettings
 
@@ -53,9 +54,10 @@ class Journal:
         :param after: number of the last row that is known.
         :param upto: number beyond which nothing is read.
         """
-        texts = ", ".join(f"CAST({_quoted(column.name)} AS TEXT)" for column in table.columns)
-        key = _quoted(table.key[0])
-        query = f"SELECT {texts} FROM {_quoted(self._name)} WHERE {key} > ? AND {key} <= ? ORDER BY {key} LIMIT ?"
+        # With the table in front: SQLite takes a quoted name that it does not find for a text.
+        texts = ", ".join(f"CAST(t.{_quoted(column.name)} AS TEXT)" for column in table.columns)
+        key = f"t.{_quoted(table.key[0])}"
+        query = f"SELECT {texts} FROM {_quoted(self._name)} t WHERE {key} > ? AND {key} <= ? ORDER BY {key} LIMIT ?"
         with self._connected() as connection:
             found = connection.execute(query, [after, upto, limit]).fetchall()
         columns = zip(*found, strict=True) if found else [()] * len(table.columns)
@@ -65,13 +67,19 @@ class Journal:
     def _connected(self) -> Iterator[sqlite3.Connection]:
         """A connection that only reads.
 
-        :raises ConnectionFailed: in place of SQLite's errors.
+        :raises ConnectionFailed: when the file cannot be read.
+        :raises GateClosed: when the table is defined otherwise than it was.
         """
         connection = None
         try:
-            connection = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)
+            connection = sqlite3.connect(f"{Path(self._path).as_uri()}?mode=ro", uri=True)
             yield connection
         except sqlite3.Error as e:
+            if getattr(e, "sqlite_errorname", "SQLITE_ERROR") == "SQLITE_ERROR":  # a query that does not fit the table
+                raise GateClosed(
+                    f"{self._name} in {self._path} is not what it was, or has a text that is none: {e}",
+                    "Restore the table. Without that: `airflow-cdc drop`, drop the target table, then `run`.",
+                ) from e
             raise ConnectionFailed(f"{self._path} cannot be read: {e}", "Look at the file, then start again.") from e
         finally:
             if connection is not None:

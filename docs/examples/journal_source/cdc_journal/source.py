@@ -9,12 +9,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
 
+from airflow_cdc_provider.engine.changes.row_transform import transformed_effect
 from airflow_cdc_provider.engine.core.effect import ERASED, Effect
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.findings import Checks
@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record, rec
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, take_epoch
+from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import require_mode, targets_of
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.contract import (
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _UNIT_ROWS = 10_000
 _END = (1 << 63) - 1
+_LOOK_SECONDS = 1.0
 
 
 class JournalSource(ReadOnlySource):
@@ -93,9 +94,17 @@ class JournalSource(ReadOnlySource):
 
     def require_continuation(self, records: Sequence[Record]) -> str:
         """See ``Source.require_continuation``: rows stay, so the last one that the sinks have is still there."""
-        last = self._journal.last(self._journal.table())
+        table = self._journal.table()
+        last = self._journal.last(table)
         for record in records:
             self.require_recorded(record)
+            (target,) = record.targets
+            if target.table != table:
+                names = [", ".join(column.name for column in each.columns) for each in (table, target.table)]
+                raise GateClosed(
+                    f"the table {table.name} has the columns {names[0]}, but the target was made for {names[1]}",
+                    "Put them back. Without that: `airflow-cdc drop`, drop the target table, then `run`.",
+                )
             if last < record.applied:
                 raise GateClosed(
                     f"{self._settings.path} ends at row {last}, but the sink was filled from it up to {record.applied}",
@@ -118,8 +127,9 @@ class JournalSource(ReadOnlySource):
             else:
                 self.require_recorded(own)
                 require_mode(branch, own.identity)
-        take_epoch(pipeline, state, takeover)
+        epoch = take_epoch(pipeline, state, takeover)
         record = existing_record(pipeline)
+        require_epoch(record, epoch)
         write_ledger(pipeline, state, record)
         return record, {}
 
@@ -142,43 +152,54 @@ class JournalSource(ReadOnlySource):
     ) -> StreamProgress:
         """Bring rows into all sinks, a unit at a time, until the goal is reached or the run is asked to stop."""
         run.commit_record.sweep(run.epoch)
-        applied = {branch: existing_record(branch.pipeline).applied for branch in run.branches}
+        records = {branch: existing_record(branch.pipeline) for branch in run.branches}
+        self.require_continuation(list(records.values()))
+        applied = {branch: record.applied for branch, record in records.items()}
         done = StreamProgress(min(applied.values()))
+        tell(done)
         while not run.stopping and (goal is None or done.applied < goal):
             run.check()
-            rows = self._journal.rows(target.table, done.applied, goal or _END, _UNIT_ROWS)
-            if not rows.num_rows:
-                if goal is not None:
-                    break  # a number that no row has
-                run.wait(self.pipeline.stream.trigger)
-                continue
-            numbers = _numbers(rows, target)
-            for branch in run.branches:
-                _bring(branch, target, rows, numbers, applied)
-            changes = {target.table.label: rows.num_rows}
-            done = replace(done.plus(StreamProgress(0, rows.num_rows, tables=changes)), applied=min(applied.values()))
-            run.lag.advance(done.applied)
+            rows = self._journal.rows(target.table, done.applied, _END if goal is None else goal, _UNIT_ROWS)
+            if rows.num_rows:
+                numbers = _numbers(rows, target)
+                for branch in run.branches:
+                    _bring(branch, target, rows, numbers, applied)
+                told = StreamProgress(min(applied.values()), rows.num_rows, tables={target.table.label: rows.num_rows})
+                done = done.plus(told)
+                run.lag.advance(done.applied)
+            elif goal is not None:
+                break  # a number that no row has yet
+            else:
+                with run.commit_record.fenced(run.epoch):
+                    pass  # still ours
+                self.require_continuation([existing_record(branch.pipeline) for branch in run.branches])
+                run.wait(max(self.pipeline.stream.trigger, _LOOK_SECONDS))
             tell(done)
-        tell(done)
         return done
 
     def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
         """See ``Source.status``: the last row that there is."""
-        facts = {"last_row": self._journal.last(self._journal.table())}
-        return SourceStatus(
-            facts=facts, trouble=trouble_of(lambda: self.require_continuation(records)) if judge else None
-        )
+        facts: dict[str, Any] = {}
+
+        def look() -> None:
+            facts["last_row"] = self._journal.last(self._journal.table())
+
+        trouble = trouble_of(look)
+        if trouble is None and judge:
+            trouble = trouble_of(lambda: self.require_continuation(records))
+        return SourceStatus(facts=facts, trouble=trouble)
 
     def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:
-        """See ``Source.verify``: rows that a sink has by its record, compared text by text."""
+        """See ``Source.verify``: rows up to where the record is, text by text; a stream may go on meanwhile."""
         results = []
         for branch in self.pipeline.branches:
             record = existing_record(branch)
             (target,) = record.targets
             names = [column.name for column in target.table.columns]
             ours = _as_set(self._journal.rows(target.table, 0, record.applied, _END).rename_columns(names))
-            batches = list(sink_of(branch).rows(target))
-            theirs = _as_set(pa.Table.from_batches(batches).select(names)) if batches else set()
+            number = names.index(target.table.key[0])
+            found = [row for batch in sink_of(branch).rows(target) for row in _as_set(batch.select(names))]
+            theirs = {row for row in found if int(str(row[number])) <= record.applied}
             results.append(
                 {
                     "table": target.table.label,
@@ -203,6 +224,7 @@ def _bring(
         return
     mine = rows.filter(pa.array(numbers > start))
     effect = Effect(target.table.label, False, mine.add_column(0, ERASED, pa.array(np.zeros(mine.num_rows, bool))))
+    effect = transformed_effect(branch.pipeline.transform, target.table, effect)
     staged = branch.sink.stage(branch.epoch, f"{branch.epoch}_{uuid.uuid4().hex[:12]}", [effect])
     piece = StagedPiece(str(start), str(end), 0, mine.num_rows, b"", staged, frozenset(), 0)
     branch.sink.commit(branch.epoch, start, end, [piece])
@@ -215,5 +237,5 @@ def _numbers(rows: pa.Table, target: Target) -> np.ndarray[Any, np.dtype[np.int6
     return np.array([int(text) for text in rows[f"c{key}"].to_pylist()], dtype=np.int64)
 
 
-def _as_set(rows: pa.Table) -> set[tuple[str | None, ...]]:
+def _as_set(rows: pa.Table | pa.RecordBatch) -> set[tuple[str | None, ...]]:
     return set(zip(*(column.to_pylist() for column in rows.columns), strict=True))

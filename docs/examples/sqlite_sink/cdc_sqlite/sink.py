@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.sinks.staged import Staged
-from airflow_cdc_provider.engine.sinks.transactional.reads import Read, Room
+from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, PendingRead
 from cdc_sqlite.record import SqliteRecord
 from cdc_sqlite.store import connected, listed, marks, quoted
 from cdc_sqlite.tables import SqliteTable, place
@@ -40,25 +40,31 @@ class SqliteSink(SqliteRecord):
         query = "SELECT 1 FROM airflow_cdc_chunks WHERE pipeline = ? AND label = ? AND number = ? AND snapshot IS NULL"
         return tx.execute(query, [self.pipeline, chunk.table, chunk.index]).fetchone() is not None
 
-    def _make_room(self, tx: sqlite3.Connection, epoch: int, read: Read[sqlite3.Connection], applied: int) -> Room:
+    def _choose_destination(
+        self, tx: sqlite3.Connection, epoch: int, read: PendingRead[sqlite3.Connection], applied: int
+    ) -> Destination:
         """All rows are brought aside: while they are read, the file is anybody's."""
         tx.rollback()
-        return Room("loaded", applied)
+        return Destination("loaded", applied)
 
     def _fill_aside(
-        self, tx: sqlite3.Connection, read: Read[sqlite3.Connection], room: Room, batches: Iterator[pa.RecordBatch]
+        self,
+        tx: sqlite3.Connection,
+        read: PendingRead[sqlite3.Connection],
+        destination: Destination,
+        batches: Iterator[pa.RecordBatch],
     ) -> int:
         failpoint("before-chunk-staged")
         return SqliteTable(tx, read.target).load(_columns(batches))
 
     @contextmanager
     def _take_place(
-        self, tx: sqlite3.Connection, epoch: int, read: Read[sqlite3.Connection], room: Room
+        self, tx: sqlite3.Connection, epoch: int, read: PendingRead[sqlite3.Connection], destination: Destination
     ) -> Iterator[bool]:
-        self._require_still(room.applied, self._begin(tx, epoch, "alone"), read.target)
+        self._require_still(destination.applied, self._begin(tx, epoch, "alone"), read.target)
         wanted = read.is_wanted(tx)
         if wanted:
-            if read.again and read.whole:
+            if read.is_reread and read.whole:
                 self._enter(tx, [read.target], [])
             table = SqliteTable(tx, read.target)
             if read.whole or read.keys is not None:
@@ -161,8 +167,8 @@ class SqliteSink(SqliteRecord):
                 ((counts[relation],),) = tx.execute(f"SELECT count(*) FROM {quoted(relation)}")
         return counts
 
-    def _tables(self, tx: sqlite3.Connection, targets: Iterable[Target]) -> Mapping[str, SqliteTable]:
-        return {target.table.label: SqliteTable(tx, target) for target in targets}
+    def _table(self, tx: sqlite3.Connection, target: Target) -> SqliteTable:
+        return SqliteTable(tx, target)
 
     def _advance(self, tx: sqlite3.Connection, end: int) -> None:
         advance = "UPDATE airflow_cdc_pipelines SET applied = ?, advanced = ? WHERE pipeline = ?"
@@ -176,7 +182,7 @@ class SqliteSink(SqliteRecord):
             return str(label)
         return None
 
-    def _commit_unit(self, tx: sqlite3.Connection, relations: Sequence[str]) -> None:
+    def _finish_unit(self, tx: sqlite3.Connection, relations: Sequence[str]) -> None:
         for relation in relations:
             tx.execute(f"DROP TABLE IF EXISTS {quoted(relation)}")
 
