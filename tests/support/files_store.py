@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import fsspec
 import pyarrow.parquet as pq
-import pytest
 
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.sinks.files.data_file import folder_of
@@ -20,14 +18,7 @@ from tests.sinks.begun_sink import OTHER, SinkUnderTest
 from tests.support.files_sink import (
     data_files,
     paths,
-    provisioned,
 )
-
-
-@pytest.fixture
-def parquet(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
-    with provisioned("parquet", request) as found:
-        yield found
 
 
 class FilesStore(SinkUnderTest):

@@ -146,6 +146,12 @@ def test_files_stand_by_table_and_date(sink: FilesSink) -> None:
     assert paths(sink) == [one["path"], other["path"]]
 
 
+@pytest.fixture
+def parquet(request: pytest.FixtureRequest) -> Iterator[FilesSink]:
+    with provisioned("parquet", request) as found:
+        yield found
+
+
 def test_every_plain_reader_reads_what_the_list_names(parquet: FilesSink) -> None:
     epoch = parquet.take_epoch("me")
     chunk(parquet, epoch, CHUNKS[0], ROW, ("2", None, None))
