@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.changes.row_transform import Identity
 from airflow_cdc_provider.engine.core.chunk_ranges import choose_chunks
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.record import Target
@@ -200,7 +201,7 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
     with connected(dsn) as source:
         tables = resolve(source, pipeline.source.tables)
     targets = tuple(Target(table, table.schema, table.name) for table in tables)
-    work = Stage(sink, sink, 0, targets, {}, 0, dsn)  # type: ignore[arg-type]  # a part of a sink will do
+    work = Stage(sink, sink, 0, targets, {}, 0, dsn, Identity())  # type: ignore[arg-type]  # a part of a sink will do
     staged: list[StagedPiece] = []
     handout = Handout()
     handout.offers.append(lambda: work)

@@ -13,6 +13,7 @@ import pytest
 from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine import commands
+from airflow_cdc_provider.engine.changes.row_transform import Identity
 from airflow_cdc_provider.engine.core.errors import Fenced, ProtocolError
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream import spark_source
@@ -40,7 +41,7 @@ def read() -> None:
 
 def stage() -> None:
     nothing = cast(Any, None)
-    list(Stage(nothing, nothing, 1, (), {}, 0, "")(iter([])))
+    list(Stage(nothing, nothing, 1, (), {}, 0, "", Identity())(iter([])))
 
 
 @pytest.mark.parametrize("task", [read, stage])
@@ -57,7 +58,7 @@ def test_what_a_worker_has_imported_is_no_garbage(task: Any) -> None:
 def test_a_piece_that_fails_leaves_its_traceback_to_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the task has gone on with others, and those have gone well."""
     sink = cast(Any, NoopSink())
-    monkeypatch.setattr(spark_source, "chosen", lambda handed: Stage(sink, sink, 1, (), {}, 0, ""))
+    monkeypatch.setattr(spark_source, "chosen", lambda handed: Stage(sink, sink, 1, (), {}, 0, "", Identity()))
     row = {"start": "{}", "end": "{}", "deposit": None}
     rows = [row | {"index": i, "piece": piece} for i, piece in enumerate((b"", b"damaged", b""))]
     batches = list(SlotStreamReader(cast(Any, None)).read(PiecePartition(rows)))
