@@ -10,7 +10,7 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import MissingPrivilege, StagingLost
-from airflow_cdc_provider.engine.sinks.postgres import units as postgres
+from airflow_cdc_provider.engine.sinks.transactional import units
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.protocol.races.scene import SECONDS, Make, Mode, await_waiting
@@ -82,7 +82,7 @@ def test_a_unit_that_was_staged_before_a_re_read(
             task.sink.replace(task.epoch, task.target, None, reader.batches(), reader.finish, task.target)
             reader.close()
 
-    monkeypatch.setattr(postgres, "failpoint", read_again)
+    monkeypatch.setattr(units, "failpoint", read_again)
     with pytest.raises(StagingLost, match="read again"):
         pipeline.apply()
     pipeline.apply()
