@@ -149,7 +149,7 @@ def test_a_deposit_that_a_crash_emptied_is_noticed(databases: Databases) -> None
     with psycopg.connect(databases.target) as connection:
         (name,) = connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'piece%a'").fetchone() or ("",)
         connection.execute(f"TRUNCATE airflow_cdc.{name}")  # as a crash of the server does
-    with pytest.raises(StagingLost, match="4 bytes was deposited in the sink .*, 0 are there"):
+    with pytest.raises(StagingLost, match=r"4 bytes was deposited in the sink .*, 0 are there"):
         sink.fetch(epoch, "a", 4)
 
 
