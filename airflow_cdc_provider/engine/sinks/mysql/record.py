@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import begin_again, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.mysql.target_tables import MysqlTargets
+from airflow_cdc_provider.engine.sinks.protocol_errors import provisioned_meanwhile
 
 # Each is created by a statement that commits by itself. "pipelines" comes last: where it is, the others are.
 _RECORD_TABLES = {
@@ -182,7 +183,7 @@ class MysqlRecord(MysqlTargets):
                 "SELECT 1 FROM airflow_cdc.pipelines WHERE pipeline = %s", [self.pipeline]
             )
             if known:
-                raise self._provisioned_meanwhile()
+                raise provisioned_meanwhile(self.pipeline)
             for target in targets:
                 if target.table.label in ours and opened.exists(target.schema, target.name):
                     self._adopt(opened, target, start)

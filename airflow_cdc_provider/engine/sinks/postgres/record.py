@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.sinks.postgres.fence import PostgresFence
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
 from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import adopt_target, prepare_target, record_target
+from airflow_cdc_provider.engine.sinks.protocol_errors import provisioned_meanwhile
 
 _RECORD_TABLES = """
 CREATE TABLE IF NOT EXISTS airflow_cdc.pipelines (
@@ -110,7 +111,7 @@ class PostgresRecord(PostgresFence):
                 [self.pipeline, format_lsn(start), json.dumps(identity)],
             )
             if not begun:
-                raise self._provisioned_meanwhile()
+                raise provisioned_meanwhile(self.pipeline)
             # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.
             self._forget_tables(connection)
             for target in targets:

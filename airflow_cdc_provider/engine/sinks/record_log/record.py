@@ -18,15 +18,17 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import (
     Fenced,
     ForeignTable,
-    GateClosed,
-    SecondWriter,
-    StagingLost,
-    StreamFailed,
 )
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.protocol_errors import (
+    provisioned_meanwhile,
+    read_again_since,
+    require_adjoining,
+    require_origin,
+)
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
@@ -176,10 +178,7 @@ class ChangesRecord(ABC):
         """See :meth:`.contract.Sink.prepare`."""
         self._require_store()
         self._check(targets, {}, start, ours)
-        begun = SecondWriter(
-            f"another run has provisioned pipeline {self.pipeline} meanwhile",
-            "Nothing to do if the other run is meant; otherwise stop it and start again.",
-        )
+        begun = provisioned_meanwhile(self.pipeline)
         if self._current() is not None:
             raise begun
         if rehearsal:
@@ -280,12 +279,7 @@ class ChangesRecord(ABC):
 
         :raises StreamFailed: when it was read from another server than the one that the pipeline has gone on to.
         """
-        noted = Origin.of(contents["source"])
-        if noted != origin:
-            raise StreamFailed(
-                f"chunk {chunk.title} is read from {origin}, but the pipeline has gone on to {noted}",
-                "Start again: the chunk is then read there.",
-            )
+        require_origin(chunk, origin, Origin.of(contents["source"]))
         recorded = contents.get("chunks", {}).get(record_contents.chunk_key(chunk))
         return recorded is not None and "snapshot" not in recorded
 
@@ -298,20 +292,11 @@ class ChangesRecord(ABC):
         applied = parse_lsn(contents["head"]["applied"])
         if applied >= end:
             return False
-        if start != applied:
-            raise GateClosed(
-                f"the unit ({format_lsn(start)}, {format_lsn(end)}] of pipeline {self.pipeline} does not begin"
-                f" at the applied LSN {format_lsn(applied)}: transactions would be lost or repeated",
-                "Start the pipeline again; it goes on from the applied LSN. If the sink was restored from a"
-                " backup, run `airflow-cdc resnapshot --all`.",
-            )
+        require_adjoining(self.pipeline, start, end, applied)
         high = min((piece.high for piece in pieces), default=None)
         if high is not None and record_contents.highest(contents) > high:
             labels = [label for label in contents.get("tables", {}) if record_contents.highest(contents, label) > high]
-            raise StagingLost(
-                f"rows of {', '.join(labels)} were read again after the unit had been staged",
-                "Start again: the unit is staged anew, without what has been read.",
-            )
+            raise read_again_since(", ".join(labels))
         return True
 
     def _check(

@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target, Watermark
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.sinks.protocol_errors import require_origin
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock, Tx
 from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ, members_by_text
@@ -131,12 +132,7 @@ class TransactionalSink(TransactionalUnits[Tx]):
 
         def is_wanted(tx: Tx) -> bool:
             # The epoch's row is locked until the transaction ends: who notes another origin waits for that.
-            noted = Origin.of(self._source(tx))
-            if noted != origin:
-                raise StreamFailed(
-                    f"chunk {chunk.title} is read from {origin}, but the pipeline has gone on to {noted}",
-                    "Start again: the chunk is then read there.",
-                )
+            require_origin(chunk, origin, Origin.of(self._source(tx)))
             return self._is_unfinished(tx, chunk)
 
         def record(tx: Tx, watermark: Watermark, count: int) -> None:

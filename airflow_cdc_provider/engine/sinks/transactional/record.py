@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.errors import Blocked, Fenced, SecondWriter
+from airflow_cdc_provider.engine.core.errors import Blocked, Fenced
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import Mode, Target
 
@@ -170,13 +170,6 @@ class TransactionalRecord(ABC, Generic[Tx]):
         self._insistently(lambda: self._prepare(targets, chunks, identity, start, ours, rehearsal))
         if not rehearsal:
             failpoint("after-plan")
-
-    def _provisioned_meanwhile(self) -> SecondWriter:
-        """What is raised when there is a record by now."""
-        return SecondWriter(
-            f"another run has provisioned pipeline {self.pipeline} meanwhile",
-            "Nothing to do if the other run is meant; otherwise stop it and start again.",
-        )
 
     def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
         """See :meth:`.contract.Sink.add`."""

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from airflow_cdc_provider.engine.core.effect import Effect
-from airflow_cdc_provider.engine.core.errors import Fenced, GateClosed, StagingLost
+from airflow_cdc_provider.engine.core.errors import Fenced, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.sinks.protocol_errors import read_again_since, require_adjoining
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.transactional.record import TransactionalRecord, Tx
 from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
@@ -127,13 +127,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         with self._fenced(epoch, "unit") as (tx, applied):
             skip = applied >= end
             if not skip:
-                if start != applied:
-                    raise GateClosed(
-                        f"the unit ({format_lsn(start)}, {format_lsn(end)}] of pipeline {self.pipeline} does not begin"
-                        f" at the applied LSN {format_lsn(applied)}: transactions would be lost or repeated",
-                        "Start the pipeline again; it goes on from the applied LSN. If the sink was restored from a"
-                        " backup, run `airflow-cdc resnapshot --all`.",
-                    )
+                require_adjoining(self.pipeline, start, end, applied)
                 staged = self._apply(tx, pieces)
                 self._advance(tx, end)
                 if noted:
@@ -171,10 +165,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         """Rows that were read since a piece was staged hold changes that it would take back."""
         label = self._read_beyond(tx, high)
         if label is not None:
-            raise StagingLost(
-                f"rows of {label} were read again after the unit had been staged",
-                "Start again: the unit is staged anew, without what has been read.",
-            )
+            raise read_again_since(label)
 
     def _check_staged(self, tx: Tx, piece: Sequence[Staged]) -> None:
         """Count before a piece is applied: a crash of the store may have emptied what is not logged."""

@@ -17,6 +17,7 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.sinks.protocol_errors import provisioned_meanwhile
 from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock
 from cdc_sqlite.store import connected, quoted
@@ -95,7 +96,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
                 [self.pipeline, start, time.time(), json.dumps(identity)],
             )
             if not begun.rowcount:
-                raise self._provisioned_meanwhile()
+                raise provisioned_meanwhile(self.pipeline)
             self._forget_all(connection)  # what a lost record has left is of another slot
             self._enter(connection, targets, chunks, ours)
             failpoint("before-plan")
