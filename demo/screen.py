@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from airflow_cdc_provider.engine.core.errors import CdcError
-from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, parse_lsn
 from airflow_cdc_provider.engine.core.text_output import text_table
 from local_servers.airflow_client import TaskState
 
@@ -48,7 +48,7 @@ class Moment(ABC):
         """What is at work, and how far it is."""
 
     @property
-    def applied(self) -> int:
+    def applied(self) -> LogPosition:
         """The position that is durable in the sink, 0 before there is one."""
         return parse_lsn(self.status["applied_lsn"] or "0/0")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import connected
@@ -110,9 +110,9 @@ class ShopMoment(Moment):
     transactions: int
 
     @property
-    def restart(self) -> int:
+    def restart(self) -> Lsn:
         """The position from which the source keeps its log for the slot, 0 before there is a slot."""
-        return parse_lsn(self.status["slot"]["restart_lsn"]) if self.status["slot"] else 0
+        return parse_lsn(self.status["slot"]["restart_lsn"]) if self.status["slot"] else LOG_START
 
     @property
     def chunks(self) -> tuple[int, int]:

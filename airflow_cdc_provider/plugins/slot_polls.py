@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from airflow_cdc_provider.engine.core.errors import CdcError, Retry
+from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected, without_database
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
@@ -75,7 +76,7 @@ class SlotPolls:
 
     def _ask_server(self, pipelines: Mapping[Path, Pipeline]) -> None:
         dsn = postgres_settings(next(iter(pipelines.values()))).dsn
-        slots = Slots(0, {})
+        slots = Slots(LOG_START, {})
         error: CdcError | None = None
         try:
             with connected(_hasty(dsn), settings={"statement_timeout": f"{_ANSWER_SECONDS}s"}) as source:

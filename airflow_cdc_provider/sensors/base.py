@@ -14,6 +14,7 @@ from airflow.sdk import BaseSensorOperator, XComArg
 from airflow.sdk.exceptions import AirflowFailException, AirflowSensorTimeout, AirflowSkipException
 from airflow.triggers.base import StartTriggerArgs
 
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn
 from airflow_cdc_provider.hooks.cdc import airflow_failures
 from airflow_cdc_provider.triggers.slots import ExpectationTrigger, notice
 
@@ -79,7 +80,7 @@ class CdcSensor(BaseSensorOperator):
         self._arguments = tuple(arguments)
         for name, value in arguments.items():
             setattr(self, name, value)
-        self._first_poke: int | None = None
+        self._first_poke: Lsn | None = None
         trigger_kwargs = self._trigger().serialize()[1]
         if deferrable and not any(map(_needs_worker, trigger_kwargs.values())):
             self.start_from_trigger = True
@@ -127,12 +128,12 @@ class CdcSensor(BaseSensorOperator):
         if expectation.about_slots:
             with closing(SlotsReader(target.dsn)) as reader:
                 slots = reader.read()
-        seen = Seen(target.slot, target.pipeline, slots, record, 0, time.time())
+        seen = Seen(target.slot, target.pipeline, slots, record, LOG_START, time.time())
         if slots is not None:
             seen = dataclasses.replace(seen, start=self._at_first_poke(seen.state.restart_lsn, context))
         return expectation.judge(seen)
 
-    def _at_first_poke(self, restart_lsn: int, context: Context) -> int:
+    def _at_first_poke(self, restart_lsn: Lsn, context: Context) -> Lsn:
         """The position at the first poke of this try; each rescheduled poke is a new process."""
         store = context.get("task_state_store")
         if store is None:
@@ -142,7 +143,7 @@ class CdcSensor(BaseSensorOperator):
         attempt = context["ti"].try_number
         stored = store.get(_START_KEY)
         if isinstance(stored, dict) and stored.get("try") == attempt:
-            return int(str(stored["restart_lsn"]))
+            return Lsn(int(str(stored["restart_lsn"])))
         store.set(_START_KEY, {"try": attempt, "restart_lsn": str(restart_lsn)})
         return restart_lsn
 

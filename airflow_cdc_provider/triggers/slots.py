@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseTrigger, TaskSuccessEvent, TriggerEvent
 
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn
 from airflow_cdc_provider.triggers.poll import Poll, Watch
 from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, Target
 
@@ -75,7 +76,7 @@ class ExpectationTrigger(BaseTrigger):
             setattr(self, name, value)
         self.timeout_after: datetime | None = None
         """Airflow's deadline, set by the triggerer."""
-        self._first: int | None = None
+        self._first: Lsn | None = None
         self._sentence = "no server has answered"
         self._logged = -_LOG_SECONDS
 
@@ -155,7 +156,7 @@ class ExpectationTrigger(BaseTrigger):
                     pipeline=target.pipeline,
                     slots=await slots.next(after=time.monotonic() if records else 0.0) if slots else None,
                     record=record,
-                    start=self._first or 0,
+                    start=self._first or LOG_START,
                     now=time.time(),
                 )
                 if self.kind == "progress" and self._first is None:
@@ -166,7 +167,7 @@ class ExpectationTrigger(BaseTrigger):
                 if judgement.reached:
                     return
 
-    def _start(self, now: int) -> int:
+    def _start(self, now: Lsn) -> Lsn:
         """Where the slot was at the first look of this try, which a restart of the triggerer does not forget."""
         from airflow.sdk.execution_time.xcom import XCom
 
@@ -176,7 +177,7 @@ class ExpectationTrigger(BaseTrigger):
         place = {"dag_id": ti.dag_id, "run_id": ti.run_id, "task_id": ti.task_id, "map_index": ti.map_index}
         stored: Any = XCom.get_one(key=_START_KEY, **place)
         if isinstance(stored, dict) and stored.get("try") == ti.try_number:
-            return int(stored["restart_lsn"])
+            return Lsn(int(stored["restart_lsn"]))
         XCom.set(key=_START_KEY, value={"try": ti.try_number, "restart_lsn": str(now)}, **place)
         return now
 

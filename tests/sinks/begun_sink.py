@@ -18,14 +18,13 @@ from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import (
     GateClosed,
 )
-from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_END, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import Mode, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 
 TABLE = Table(
     oid=7,
@@ -195,7 +194,7 @@ class Begun:
         label = target.table.label
         return upsert(*row, label=label) if self.sink.mode == "mirror" else change("i", *row, at=at, label=label)
 
-    def piece(self, *effects: Effect, index: int = 0, high: int = END) -> StagedPiece:
+    def piece(self, *effects: Effect, index: int = 0, high: int = LOG_END) -> StagedPiece:
         staged = self.executor.stage(self.epoch, f"test{uuid.uuid4().hex}", effects)
         return StagedPiece("", "", index, len(effects), b"", staged, frozenset(), high)
 

@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.changes.redefinition import (
 )
 from airflow_cdc_provider.engine.changes.snapshot_filter import seen_by
 from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.row_changes import Changes, Relation
 from airflow_cdc_provider.engine.core.table import Table
@@ -156,7 +157,7 @@ class Misfit:
     """
 
     label: str
-    commit_lsn: int
+    commit_lsn: LogPosition
     relation: Relation
     inside: bool
 
@@ -182,7 +183,7 @@ def first_misfit(
             outside = np.flatnonzero(seen_by(changes.xid, chunks) < max(len(chunks), 1))
             if not outside.size:
                 continue
-            lsn = int(changes.commit_lsn[outside[0]])
+            lsn = LogPosition(int(changes.commit_lsn[outside[0]]))
             if found is None or lsn < found.commit_lsn:
                 found = Misfit(table.label, lsn, changes.relation, lsn == opened)
     return found

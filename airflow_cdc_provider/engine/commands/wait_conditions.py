@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.section_values import parse_bytes
 from airflow_cdc_provider.engine.core.text_output import human_bytes
@@ -38,7 +38,7 @@ class Seen:
     pipeline: Pipeline | None
     slots: Slots | None
     record: Record | None
-    start: int
+    start: Lsn
     now: float
 
     @property
@@ -99,9 +99,9 @@ class Progress(Expectation):
         " transaction of the source holds restart_lsn back (pg_stat_activity, pg_prepared_xacts)."
     )
 
-    moved_since: int | None = None
-    restart_lsn: int | None = None
-    confirmed_flush_lsn: int | None = None
+    moved_since: Lsn | None = None
+    restart_lsn: Lsn | None = None
+    confirmed_flush_lsn: Lsn | None = None
 
     def judge(self, seen: Seen) -> Judgement:
         """See :meth:`Expectation.judge`."""
@@ -110,11 +110,11 @@ class Progress(Expectation):
         if (since, self.restart_lsn, self.confirmed_flush_lsn) == (None, None, None):
             since = seen.start
         wanted = [
-            (since is None or state.restart_lsn > since, f"restart_lsn beyond {format_lsn(since or 0)}"),
-            (state.restart_lsn >= (self.restart_lsn or 0), f"restart_lsn {format_lsn(self.restart_lsn or 0)}"),
+            (since is None or state.restart_lsn > since, f"restart_lsn beyond {format_lsn(since or LOG_START)}"),
+            (state.restart_lsn >= (self.restart_lsn or 0), f"restart_lsn {format_lsn(self.restart_lsn or LOG_START)}"),
             (
                 state.confirmed_flush_lsn >= (self.confirmed_flush_lsn or 0),
-                f"confirmed_flush_lsn {format_lsn(self.confirmed_flush_lsn or 0)}",
+                f"confirmed_flush_lsn {format_lsn(self.confirmed_flush_lsn or LOG_START)}",
             ),
         ]
         missing = [what for reached, what in wanted if not reached]
@@ -243,7 +243,7 @@ def _flag(value: object) -> bool:
     return str(value).lower() == "true"
 
 
-def _lsn(value: object) -> int:
+def _lsn(value: object) -> Lsn:
     try:
         return parse_lsn(str(value))
     except ValueError:

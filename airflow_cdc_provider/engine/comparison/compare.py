@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Entry, Key, Side, Sides
 from airflow_cdc_provider.engine.core.errors import StreamFailed
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, scalar
 
@@ -45,7 +45,7 @@ State = tuple[tuple[tuple[str | None, ...], str | None], ...]  # the rows at a k
 class Live(Protocol):
     """A running stream."""
 
-    def passed(self, lsn: int, timeout: float) -> bool:
+    def passed(self, lsn: LogPosition, timeout: float) -> bool:
         """Wait until the sink's applied LSN is at least ``lsn``; False when ``timeout`` seconds were too few."""
 
 

@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.lsn import LOG_START, LogPosition
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.table import Table
 
 
-def behind(applied: int, advanced: float, end: int, now: float) -> tuple[int, float]:
+def behind(applied: LogPosition, advanced: float, end: LogPosition, now: float) -> tuple[int, float]:
     """Bytes from the applied LSN to the end of the source's log, and seconds since it last advanced while behind.
 
     :param applied: LSN durable in the sink.
@@ -47,7 +48,7 @@ class Watermark:
     """
 
     snapshot: Snapshot
-    high: int
+    high: LogPosition
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Record:
     """
 
     epoch: int
-    applied: int
+    applied: LogPosition
     advanced: float
     identity: Mapping[str, Any]
     targets: tuple[Target, ...]
@@ -93,9 +94,9 @@ class Record:
         return {label: tuple(each) for label, each in found.items()}
 
     @cached_property
-    def high(self) -> int:
+    def high(self) -> LogPosition:
         """The highest H of the snapshot; filtering and inconsistency end there."""
-        return max((c.watermark.high for c in self.chunks if c.watermark), default=0)
+        return max((c.watermark.high for c in self.chunks if c.watermark), default=LOG_START)
 
     @property
     def unfinished(self) -> tuple[Chunk, ...]:
@@ -107,7 +108,7 @@ class Record:
         """Whether the mirror is a state that the source once had."""
         return not self.unfinished and self.applied >= self.high
 
-    def lag(self, end: int, now: float) -> tuple[int, float]:
+    def lag(self, end: LogPosition, now: float) -> tuple[int, float]:
         """How far it is behind the end of a log, see :func:`behind`."""
         return behind(self.applied, self.advanced, end, now)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_lsn
 
 CAUGHT_UP, FOREVER = "caught up", "forever"
 # "stopped" is what "forever" was called before.
@@ -21,7 +21,7 @@ class Ending:
     """
 
     caught_up: bool = False
-    lsn: int | None = None
+    lsn: LogPosition | None = None
 
     @classmethod
     def parse(cls, text: str) -> Ending:

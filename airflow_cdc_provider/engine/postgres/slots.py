@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import Lsn, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.postgres.connection import Connection, row, rows, scalar, session_dsn
 
@@ -52,8 +52,8 @@ class SlotState:
     database: str | None
     active: bool
     active_pid: int | None
-    restart_lsn: int
-    confirmed_flush_lsn: int
+    restart_lsn: Lsn
+    confirmed_flush_lsn: Lsn
     wal_status: str | None
     retained: int
     invalidation: str | None = None
@@ -66,9 +66,9 @@ class SlotState:
         return self.wal_status == "lost" or self.invalidation is not None
 
     @property
-    def end(self) -> int:
+    def end(self) -> Lsn:
         """The end of the log when the slot was read, as far as the server had written it to its disk."""
-        return self.restart_lsn + self.retained
+        return Lsn(self.restart_lsn + self.retained)
 
     def as_dict(self) -> dict[str, Any]:
         """The ``slot`` object of ``status``."""
@@ -89,7 +89,7 @@ class Slots:
     :param states: by name.
     """
 
-    end: int
+    end: Lsn
     states: Mapping[str, SlotState]
 
 
@@ -139,7 +139,7 @@ def read_identity(connection: Connection, slot: str, publication: str) -> Identi
     return Identity(system, timeline, database, slot, oid or 0, version or 0)
 
 
-def flushed(connection: Connection) -> int:
+def flushed(connection: Connection) -> Lsn:
     """The end of the log that the server has written to its disk."""
     return parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
 
@@ -170,7 +170,7 @@ def blockers(connection: Connection, xids: Collection[int] | None = None) -> str
     return "; ".join(name for (name,) in sessions + prepared) or "none that this role can see"
 
 
-def emit_marker(connection: Connection, content: str) -> int:
+def emit_marker(connection: Connection, content: str) -> Lsn:
     """Commit a marker into the log and return its LSN: all that was committed before lies below it."""
     query = "SELECT pg_logical_emit_message(true, %s, %s)::text"
     return parse_lsn(scalar(connection, query, [MESSAGE_PREFIX, content]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from psycopg import pq
 
 from airflow_cdc_provider.engine.core.errors import StreamFailed
-from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.lsn import Lsn, parse_lsn
 from airflow_cdc_provider.engine.postgres.connection import describe
 from airflow_cdc_provider.engine.postgres.replication import execute, open_replication
 
@@ -23,7 +23,7 @@ class Switch:
     """The end of an ancestor: its log up to ``lsn`` is also the descendant's."""
 
     timeline: int
-    lsn: int
+    lsn: Lsn
 
 
 def parse_history(text: str) -> tuple[Switch, ...]:
@@ -35,7 +35,7 @@ def parse_history(text: str) -> tuple[Switch, ...]:
     return tuple(Switch(int(fields[0]), parse_lsn(fields[1])) for fields in lines if fields)
 
 
-def left_at(history: tuple[Switch, ...], timeline: int) -> int | None:
+def left_at(history: tuple[Switch, ...], timeline: int) -> Lsn | None:
     """Where the log left ``timeline``; ``None`` when that is not among the ancestors."""
     return next((switch.lsn for switch in history if switch.timeline == timeline), None)
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_START, LogPosition, format_lsn
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.postgres.slots import SlotState
@@ -24,22 +24,22 @@ class Lag:
     :param advanced: when the sink got there, in seconds since 1970.
     """
 
-    def __init__(self, applied: int = 0, advanced: float = 0.0) -> None:
+    def __init__(self, applied: LogPosition = LOG_START, advanced: float = 0.0) -> None:
         self._applied = self._passed = applied
         self._advanced = advanced
         self._slot: SlotState | None = None
         self._acknowledged: float | None = None
-        self._waiting: deque[tuple[float, int]] = deque()  # looks whose end of the log has not been passed
+        self._waiting: deque[tuple[float, LogPosition]] = deque()  # looks whose end of the log has not been passed
         self._idle_at = 0.0
         self._lock = threading.Lock()
 
-    def advance(self, applied: int) -> None:
+    def advance(self, applied: LogPosition) -> None:
         """Take note that the sink has got further."""
         if applied > self._applied:
             self._applied = applied
             self._pass(applied)
 
-    def idle(self, passed: int) -> None:
+    def idle(self, passed: LogPosition) -> None:
         """Take note that the reader of the log has nothing to apply, in all that it has read.
 
         :param passed: LSN up to which it has read.
@@ -47,7 +47,7 @@ class Lag:
         self._pass(passed)
         self._idle_at = time.time()
 
-    def _pass(self, lsn: int) -> None:
+    def _pass(self, lsn: LogPosition) -> None:
         with self._lock:
             self._passed = max(self._passed, lsn)
             while self._waiting and self._waiting[0][1] <= self._passed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_cdc_provider.engine.core.chunk_ranges import Place, ranges
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StreamProgress:
     :param lag_messages: how many messages of topics have not been read; ``None`` where there are no topics.
     """
 
-    applied: int
+    applied: LogPosition
     changes: int = 0
     seconds: float = 0.0
     tables: Mapping[str, int] = field(default_factory=dict)

@@ -35,6 +35,7 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Record, Target, Watermark
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
@@ -59,7 +60,7 @@ class Copyable(Protocol):
 class Eager(Protocol):
     """A sink that can apply a unit while its last pieces are still being staged, see :mod:`.pipelined_commit`."""
 
-    def commit_as_staged(self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece]) -> bool:
+    def commit_as_staged(self, epoch: int, start: LogPosition, end: LogPosition, pieces: Iterator[StagedPiece]) -> bool:
         """As :meth:`Sink.commit`, but of pieces that come one by one in the order of their ``index``.
 
         Others are staged meanwhile. What the iterator raises leaves nothing applied.
@@ -137,7 +138,7 @@ class Sink(CommitRecord, Protocol):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
@@ -166,7 +167,7 @@ class Sink(CommitRecord, Protocol):
         epoch: int,
         targets: Sequence[Target],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
         """Begin again from another start of the slot: every table is one unfinished chunk, whose rows replace it.
@@ -302,8 +303,8 @@ class Sink(CommitRecord, Protocol):
     def commit(
         self,
         epoch: int,
-        start: int,
-        end: int,
+        start: LogPosition,
+        end: LogPosition,
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:

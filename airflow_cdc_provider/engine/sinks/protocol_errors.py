@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import GateClosed, SecondWriter, StagingLost, StreamFailed
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 
 
@@ -20,7 +20,7 @@ def require_origin(chunk: Chunk, origin: Origin, noted: Origin) -> None:
         )
 
 
-def require_adjoining(pipeline: str, start: int, end: int, applied: int) -> None:
+def require_adjoining(pipeline: str, start: LogPosition, end: LogPosition, applied: LogPosition) -> None:
     """Refuse a unit that does not begin where the record ends.
 
     :raises GateClosed: naming both.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 
@@ -65,7 +66,7 @@ class StagedPiece:
     xids: bytes
     tables: tuple[Staged, ...]
     split_truncates: frozenset[str]
-    high: int
+    high: LogPosition
     truncates: Mapping[int, int] = field(default_factory=dict)
     changes_by_table: Mapping[str, int] = field(default_factory=dict)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from airflow_cdc_provider.engine.core.errors import CdcError
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.state.files import State
 
@@ -140,7 +140,7 @@ class History:
             | {name: slot.get(name) for name in _OF_SLOT},
         )
 
-    def batch(self, changes: int, seconds: float, end: int) -> None:
+    def batch(self, changes: int, seconds: float, end: LogPosition) -> None:
         """Note a unit that was committed, ``end`` being the LSN at which it ends."""
         self._note(
             "batches",

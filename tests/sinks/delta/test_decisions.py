@@ -26,6 +26,7 @@ from airflow_cdc_provider.engine.core.errors import (
     UncapturableTable,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.lsn import LOG_END
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.table import Column
@@ -40,7 +41,6 @@ from airflow_cdc_provider.engine.sinks.lake.paths import folder
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.sinks.begun_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
 from tests.support.files_sink import column, table
 
@@ -108,7 +108,7 @@ def sink(tmp_path: Path) -> NotingSink:
 
 def unit(sink: DeltaSink, epoch: int, start: int, end: int, key: str = "1") -> bool:
     staged: Sequence[Staged] = sink.stage(epoch, f"test{start}", [upsert(key, "a", "1")])
-    return sink.commit(epoch, start, end, [StagedPiece("", "", 0, 1, b"", tuple(staged), frozenset(), END)])
+    return sink.commit(epoch, start, end, [StagedPiece("", "", 0, 1, b"", tuple(staged), frozenset(), LOG_END)])
 
 
 def applied(sink: DeltaSink) -> int:

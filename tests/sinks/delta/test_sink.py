@@ -29,6 +29,7 @@ from airflow_cdc_provider.engine.core.errors import (
     UncapturableTable,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.lsn import LOG_END
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.sinks.delta import spark_errors as delta_spark
 from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
@@ -36,7 +37,6 @@ from airflow_cdc_provider.engine.sinks.delta.plugin import DeltaPlugin
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded, Staged, StagedPiece
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from tests.sinks.begun_sink import (
     IDENTITY,
     LABEL,
@@ -171,7 +171,7 @@ def copy(sink: DeltaSink, epoch: int, chunk: Chunk, *rows: Sequence[str | None])
 
 
 def piece(index: int, staged: tuple[Staged, ...]) -> StagedPiece:
-    return StagedPiece("", "", index, 1, b"", staged, frozenset(), END)
+    return StagedPiece("", "", index, 1, b"", staged, frozenset(), LOG_END)
 
 
 def stage(sink: DeltaSink, epoch: int, effects: Sequence[Effect], index: int = 0) -> StagedPiece:

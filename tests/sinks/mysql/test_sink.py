@@ -30,6 +30,7 @@ from airflow_cdc_provider.engine.core.errors import (
     ValueRefused,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.lsn import LOG_END
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.mysql import record
@@ -39,7 +40,6 @@ from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.session import Session
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from local_servers.mariadb import MariadbServer
 from tests.conftest import MYSQL, PIPELINE_ROLE
 from tests.sinks.begun_sink import (
@@ -93,7 +93,7 @@ def rows(server: MariadbServer) -> list[tuple[object, ...]]:
 
 
 def piece(index: int, staged: tuple[Staged, ...]) -> StagedPiece:
-    return StagedPiece("", "", index, 1, b"", staged, frozenset(), END)
+    return StagedPiece("", "", index, 1, b"", staged, frozenset(), LOG_END)
 
 
 def stage(sink: MysqlSink, epoch: int, effects: Sequence[Effect], index: int = 0) -> StagedPiece:

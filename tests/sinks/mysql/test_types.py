@@ -18,6 +18,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, UncapturableTable
+from airflow_cdc_provider.engine.core.lsn import LOG_END
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.core.table_rule import TableRule
@@ -28,7 +29,6 @@ from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.mysql.types import kind_of
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
 from tests.support.mysql import query
@@ -116,7 +116,7 @@ def copied(sink: MysqlSink, epoch: int, target: Target, values: Sequence[Sequenc
         True,
         pa.table([erased, *batch.columns], names=["erased", *(f"c{i}" for i in range(batch.num_columns))]),
     )
-    piece = StagedPiece("", "", 0, 1, b"", sink.stage(epoch, "test", [effect]), frozenset(), END)
+    piece = StagedPiece("", "", 0, 1, b"", sink.stage(epoch, "test", [effect]), frozenset(), LOG_END)
     assert sink.commit(epoch, 100, 200, [piece])
     assert stored(sink, target) == list(values)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import ForeignTable, GateClosed, StreamFailed, TargetConflict
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.delta.delta_table import LOG, DeltaTable, has_log
 from airflow_cdc_provider.engine.sinks.delta.obstacles import obstacles
@@ -76,7 +76,7 @@ class DeltaRecord(LakeRecord):
         return committed
 
     @looking()
-    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
+    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: LogPosition | None) -> None:
         """See :meth:`.record.LakeRecord._check_target`."""
         require_possible(self.layout, target, self.mode)
         known = recorded is not None and (recorded.schema, recorded.name) == (target.schema, target.name)
@@ -115,7 +115,7 @@ class DeltaRecord(LakeRecord):
         """See :meth:`.record.LakeRecord._require_apart`."""
         require_apart(self.layout, targets)
 
-    def _refuse_older_history(self, table: DeltaTable, point: int) -> None:
+    def _refuse_older_history(self, table: DeltaTable, point: LogPosition) -> None:
         """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
         found = table.read().selectExpr("max(_commit_lsn)").first()
         last = found[0] if found is not None else None

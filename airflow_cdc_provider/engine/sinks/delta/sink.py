@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.side import Key, Sides
 from airflow_cdc_provider.engine.core.effect import MISSING, Effect
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.array_text import array_texts
 from airflow_cdc_provider.engine.postgres.connection import Connection
@@ -95,8 +95,8 @@ class DeltaSink(DeltaReads):
     def commit(
         self,
         epoch: int,
-        start: int,
-        end: int,
+        start: LogPosition,
+        end: LogPosition,
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:

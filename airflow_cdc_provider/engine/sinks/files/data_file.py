@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.files.row_format import column_type
@@ -48,8 +48,8 @@ class DataFile:
     date: str
     rows: int
     size: int
-    first: int
-    last: int
+    first: LogPosition
+    last: LogPosition
 
     @property
     def format(self) -> Format:
@@ -115,7 +115,7 @@ def shape_of(contents: Contents, folder: str) -> Shape:
     return Shape() if found is None else Shape(**found)
 
 
-def room_of(contents: Contents, folder: str, lsn: int, replacing: bool) -> Room:
+def room_of(contents: Contents, folder: str, lsn: LogPosition, replacing: bool) -> Room:
     """Where rows that are read now stand.
 
     :param lsn: the applied LSN.

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from airflow_cdc_provider.engine.core.lsn import LOG_END, LOG_START, LogPosition
 from airflow_cdc_provider.engine.sinks.files.data_file import DataFile, partition
 from airflow_cdc_provider.engine.sinks.files.row_format import FileWriter, writer
 from airflow_cdc_provider.engine.sinks.files.settings import Format
@@ -39,8 +40,8 @@ class _Open:
     writer: FileWriter
     closing: ExitStack
     rows: int = 0
-    first: int = 1 << 63
-    last: int = 0
+    first: LogPosition = LOG_END
+    last: LogPosition = LOG_START
 
 
 @dataclass

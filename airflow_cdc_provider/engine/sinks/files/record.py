@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, GateClosed
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.data_file import (
@@ -35,7 +35,7 @@ class FilesRecord(LakeRecord, AppendOnly):
 
     format: Format = "parquet"
 
-    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
+    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: LogPosition | None) -> None:
         if any(column.name == PARTITION for column in target.table.columns):
             raise ConfigError(
                 f"{target.table.label} has a column {PARTITION}, which is the name of the partitions' dates",

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
@@ -55,7 +55,7 @@ def schema_of(target: Target, format_: Format) -> pa.Schema:
     return pa.schema([*columns, *META])
 
 
-def read_rows(target: Target, format_: Format, batch: pa.RecordBatch, lsn: int, seq: int) -> pa.Table:
+def read_rows(target: Target, format_: Format, batch: pa.RecordBatch, lsn: LogPosition, seq: int) -> pa.Table:
     """Rows that were read from the source, as events.
 
     :param batch: the captured columns as text.
@@ -65,7 +65,7 @@ def read_rows(target: Target, format_: Format, batch: pa.RecordBatch, lsn: int, 
     return _table(target, format_, [batch.column(i) for i in range(batch.num_columns)], meta, count)
 
 
-def truncate(target: Target, format_: Format, lsn: int, seq: int, now: int) -> pa.Table:
+def truncate(target: Target, format_: Format, lsn: LogPosition, seq: int, now: int) -> pa.Table:
     """The event that a table has been emptied.
 
     :param now: microseconds since 1970.
@@ -74,7 +74,9 @@ def truncate(target: Target, format_: Format, lsn: int, seq: int, now: int) -> p
     return _table(target, format_, [pa.nulls(1, TEXT)] * len(target.table.columns), meta, 1)
 
 
-def deletes(target: Target, format_: Format, keys: Sequence[tuple[str, ...]], lsn: int, seq: int, now: int) -> pa.Table:
+def deletes(
+    target: Target, format_: Format, keys: Sequence[tuple[str, ...]], lsn: LogPosition, seq: int, now: int
+) -> pa.Table:
     """The events that the rows with some keys have gone.
 
     :param now: microseconds since 1970.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.sinks.files import row_format as rows_
 from airflow_cdc_provider.engine.sinks.files.data_file import (
     DataFile,
@@ -58,8 +58,8 @@ class FilesUnits(FilesRecord):
     def commit(
         self,
         epoch: int,
-        start: int,
-        end: int,
+        start: LogPosition,
+        end: LogPosition,
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:

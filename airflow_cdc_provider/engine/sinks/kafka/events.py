@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 
 TEXT = pa.large_string()
@@ -17,7 +18,7 @@ TEXT = pa.large_string()
 _KEY = "K"
 
 
-def read_rows(target: Target, batch: pa.RecordBatch, lsn: int, seq: int, now: int) -> pa.Table:
+def read_rows(target: Target, batch: pa.RecordBatch, lsn: LogPosition, seq: int, now: int) -> pa.Table:
     """Rows that were read from the source.
 
     :param batch: the captured columns as text.
@@ -27,7 +28,7 @@ def read_rows(target: Target, batch: pa.RecordBatch, lsn: int, seq: int, now: in
     return _table("r", [batch.column(i) for i in range(batch.num_columns)], lsn, seq, now, batch.num_rows)
 
 
-def truncate(target: Target, lsn: int, seq: int, now: int) -> pa.Table:
+def truncate(target: Target, lsn: LogPosition, seq: int, now: int) -> pa.Table:
     """The event that a table has been emptied.
 
     :param lsn, now: as for :func:`read_rows`.
@@ -35,7 +36,7 @@ def truncate(target: Target, lsn: int, seq: int, now: int) -> pa.Table:
     return _table("t", [pa.nulls(1, TEXT)] * len(target.table.columns), lsn, seq, now, 1)
 
 
-def deletes(target: Target, keys: Sequence[tuple[str, ...]], lsn: int, seq: int, now: int) -> pa.Table:
+def deletes(target: Target, keys: Sequence[tuple[str, ...]], lsn: LogPosition, seq: int, now: int) -> pa.Table:
     """The events that the rows with some keys have gone.
 
     :param lsn, now: as for :func:`read_rows`.
@@ -108,7 +109,7 @@ def _array(rows: pa.Table, name: str) -> pa.Array:
     )
 
 
-def _table(op: str, columns: Sequence[pa.Array], lsn: int, seq: int, now: int, count: int) -> pa.Table:
+def _table(op: str, columns: Sequence[pa.Array], lsn: LogPosition, seq: int, now: int, count: int) -> pa.Table:
     numbers = {"commit_lsn": lsn, "seq": seq}
     made = {OP: pa.repeat(op, count)}
     made |= {name: pa.array(np.full(count, number, dtype=np.int64)) for name, number in numbers.items()}

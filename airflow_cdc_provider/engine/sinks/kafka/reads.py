@@ -13,7 +13,7 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
@@ -200,7 +200,7 @@ class Written:
     emptied: int | None = None
 
 
-def _room(contents: Contents, target: Target, lsn: int, replacing: bool) -> Room:
+def _room(contents: Contents, target: Target, lsn: LogPosition, replacing: bool) -> Room:
     """Where rows that are read now stand.
 
     :param lsn: the applied LSN.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from airflow_cdc_provider.engine.core.errors import StreamFailed
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX, Journal, written
@@ -184,7 +185,7 @@ class KafkaRecord(ChangesRecord, AppendOnly):
         own = self.topics.name(target)
         return any(told["topic"] == own for label, told in contents.get("topics", {}).items() if label in tables)
 
-    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
+    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: LogPosition | None) -> None:
         topics = self.topics
         topics.format.require(target)
         if recorded is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, GateClosed, StreamFailed
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.kafka.message_ranges import MessageRange, ranges_of
@@ -95,7 +95,7 @@ class TargetTopics:
                 " (`sink.adopt`).",
             )
 
-    def require_before(self, target: Target, last: int | None, start: int | None) -> None:
+    def require_before(self, target: Target, last: LogPosition | None, start: LogPosition | None) -> None:
         """Refuse a topic that has events of a history that the source has left.
 
         :param last: the highest LSN of its messages, ``None`` without any.
@@ -174,7 +174,7 @@ class TargetTopics:
         there = self.find(target)
         return [] if there is None else ranges_of(self.cluster, there, _starts(contents, target, there))
 
-    def last_event(self, target: Target) -> int | None:
+    def last_event(self, target: Target) -> LogPosition | None:
         """The highest LSN in a topic, by the last messages of each of its partitions; ``None`` without any."""
         there = self.find(target)
         if there is None:
@@ -184,7 +184,7 @@ class TargetTopics:
         found = [self._last_of(target, there, p, firsts[p], ends[p]) for p in every]
         return max((lsn for lsn in found if lsn is not None), default=None)
 
-    def _last_of(self, target: Target, topic: Topic, partition: int, first: int, end: int) -> int | None:
+    def _last_of(self, target: Target, topic: Topic, partition: int, first: int, end: int) -> LogPosition | None:
         tail = _TAIL
         while True:
             start = max(first, end - tail)
@@ -211,7 +211,7 @@ def _starts(contents: Contents, target: Target, topic: Topic) -> dict[int, int]:
     return topic.beginning | dict(enumerate(offsets))
 
 
-def telling(topic: str, last: int | None, topic_id: str | None) -> dict[str, Any]:
+def telling(topic: str, last: LogPosition | None, topic_id: str | None) -> dict[str, Any]:
     """What the contents tell of a target's topic.
 
     :param last: the highest LSN of its messages; ``None`` when it has none.
@@ -226,7 +226,7 @@ def id_told(contents: Contents, target: Target) -> str | None:
     return told
 
 
-def last_told(contents: Contents, target: Target) -> int | None:
+def last_told(contents: Contents, target: Target) -> LogPosition | None:
     """The highest LSN of the messages of a target's topic, as the contents tell it."""
     told = contents.get("topics", {}).get(target.table.label) or {}
     return None if told.get("last") is None else parse_lsn(told["last"])

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.core.effect import OP
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import META
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
@@ -34,7 +34,7 @@ def told(rows: pa.Table) -> tuple[pa.Table, tuple[int, int] | None]:
     return rows.filter(pc.invert(truncates)), place
 
 
-def note(label: str, topic_id: str | None, lsn: int, seq: int) -> Change:
+def note(label: str, topic_id: str | None, lsn: LogPosition, seq: int) -> Change:
     """Return what the contents say of a truncate from then on."""
     return Change({NOTED: {label: {"id": topic_id, "lsn": format_lsn(lsn), "seq": seq}}})
 

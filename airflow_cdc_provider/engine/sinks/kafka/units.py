@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sinks.kafka import events, truncate_events
@@ -94,8 +94,8 @@ class KafkaUnits(KafkaRecord):
     def commit(
         self,
         epoch: int,
-        start: int,
-        end: int,
+        start: LogPosition,
+        end: LogPosition,
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
@@ -105,7 +105,7 @@ class KafkaUnits(KafkaRecord):
         told = [(each.label, json.loads(each.relation)) for each in staged if each.relation is not None]
         found = [(label, Blob.from_dict(relation["blob"])) for label, relation in told if relation["blob"]]
         truncates = {label: relation["truncate"] for label, relation in told if relation["truncate"]}
-        lasts: dict[str, int] = {}
+        lasts: dict[str, LogPosition] = {}
         for label, relation in told:
             lasts[label] = max(lasts.get(label, 0), relation["last"])
         targets: dict[str, Target] = {}

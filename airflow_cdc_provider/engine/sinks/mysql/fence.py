@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from airflow_cdc_provider.engine.core.errors import GateClosed
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import is_pending, settle
@@ -84,7 +85,7 @@ class MysqlFence(TransactionalSink[Session]):
             else:
                 opened.commit()
 
-    def _begin(self, tx: Session, epoch: int, lock: Lock) -> int:
+    def _begin(self, tx: Session, epoch: int, lock: Lock) -> LogPosition:
         """See :meth:`.TransactionalRecord._begin`; whatever is pending is settled before."""
         while True:
             tx.begin()
@@ -95,13 +96,13 @@ class MysqlFence(TransactionalSink[Session]):
             with self._naming_lock(tx):
                 pass
 
-    def _lock_epoch(self, tx: Session, lock: Lock | None) -> tuple[int, int] | None:
+    def _lock_epoch(self, tx: Session, lock: Lock | None) -> tuple[int, LogPosition] | None:
         if not tx.exists("airflow_cdc", "pipelines"):
             return None
         clause = {None: "", "stage": "LOCK IN SHARE MODE", "share": "LOCK IN SHARE MODE"}.get(lock, "FOR UPDATE")
         query = f"SELECT epoch, applied_lsn FROM airflow_cdc.pipelines WHERE pipeline = %s {clause}"
         for epoch, applied in tx.rows(query, [self.pipeline]):
-            return int(epoch), int(applied)
+            return int(epoch), LogPosition(int(applied))
         return None
 
     def _next_epoch(self, owner: str, at_least: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Table
@@ -111,7 +112,7 @@ class MysqlRecord(MysqlTargets):
         ((epoch, applied, advanced, identity),) = found
         return Record(
             epoch=int(epoch),
-            applied=int(applied),
+            applied=LogPosition(int(applied)),
             advanced=float(advanced),
             identity=json.loads(identity),
             targets=tuple(targets.values()),
@@ -169,7 +170,7 @@ class MysqlRecord(MysqlTargets):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
@@ -228,7 +229,7 @@ class MysqlRecord(MysqlTargets):
         epoch: int,
         targets: Sequence[Target],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
         """See :meth:`.contract.Sink.restart`.
@@ -290,9 +291,9 @@ class MysqlRecord(MysqlTargets):
 
 
 def _chunk_record(
-    definition: str, snapshot: str | None, high: int | None, count: int | None, keys: str | None
+    definition: str, snapshot: str | None, high: LogPosition | None, count: int | None, keys: str | None
 ) -> ChunkRecord:
-    watermark = Watermark(Snapshot.parse(snapshot), int(high)) if snapshot and high else None
+    watermark = Watermark(Snapshot.parse(snapshot), LogPosition(int(high))) if snapshot and high else None
     return ChunkRecord(
         Chunk.from_dict(json.loads(definition)),
         watermark,

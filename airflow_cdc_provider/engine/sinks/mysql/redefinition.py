@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.errors import CannotFollow, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
@@ -48,7 +49,7 @@ class MysqlRedefinition(MysqlUnits):
         )
 
     def _choose_destination(
-        self, tx: Session, epoch: int, read: PendingRead[Session], applied: int
+        self, tx: Session, epoch: int, read: PendingRead[Session], applied: LogPosition
     ) -> Destination | None:
         """See :meth:`.TransactionalSink._choose_destination`.
 

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from airflow_cdc_provider.engine.comparison.side import Key
 from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted
@@ -76,11 +77,11 @@ class TableStatements(TargetTable):
         with row_of(self._label):
             return super().apply(staged)
 
-    def copy(self, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
+    def copy(self, batches: Iterator[pa.RecordBatch], applied: LogPosition, seq: int) -> int:
         """See :meth:`.TargetTable.copy`."""
         return self.copy_to(self._table, batches, applied, seq)
 
-    def copy_to(self, table: str, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
+    def copy_to(self, table: str, batches: Iterator[pa.RecordBatch], applied: LogPosition, seq: int) -> int:
         """Copy rows into what will take the target's place, given by its quoted name."""
         fields = list(self._fields)
         if self.mode == "changelog":
@@ -122,7 +123,7 @@ class TableStatements(TargetTable):
         texts = zip(*(column.to_pylist() for column in keys), strict=True)
         return [(n, place) for n, key in enumerate(texts) for place in places.get(canonical(key), ())]
 
-    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
+    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: LogPosition) -> int:
         """See :meth:`.TargetTable.log_delete`."""
         table = literally(self._table)
         (before,) = self._session.one(f"SELECT MAX(_seq) FROM {table} WHERE _commit_lsn = %s AND _seq < 1", [applied])

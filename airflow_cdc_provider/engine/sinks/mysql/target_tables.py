@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ForeignTable, GateClosed
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.mysql import address, session_errors
@@ -93,7 +93,7 @@ class MysqlTargets(MysqlFence):
             f" {mending(opened, target, self.mode)}".rstrip(),
         )
 
-    def _adopt(self, opened: Session, target: Target, start: int) -> None:
+    def _adopt(self, opened: Session, target: Target, start: LogPosition) -> None:
         """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced."""
         if self.mode == "changelog":
             self._refuse_older_history(opened, target, start)
@@ -107,12 +107,12 @@ class MysqlTargets(MysqlFence):
                 " `airflow-cdc resnapshot --all`.",
             )
 
-    def _refuse_older_history(self, opened: Session, target: Target, point: int) -> None:
+    def _refuse_older_history(self, opened: Session, target: Target, point: LogPosition) -> None:
         """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
         (last,) = opened.one(f"SELECT MAX(_commit_lsn) FROM {quoted(target.schema, target.name)}")
-        if last is not None and int(last) > point:
+        if last is not None and (found := LogPosition(int(last))) > point:
             raise GateClosed(
-                f"the changelog {target.schema}.{target.name} has events up to {format_lsn(int(last))}, but the"
+                f"the changelog {target.schema}.{target.name} has events up to {format_lsn(found)}, but the"
                 f" source's log is at {format_lsn(point)}: they are of a history that the source has left, and new ones"
                 " would come before",
                 f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import Fenced
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
@@ -76,7 +77,7 @@ class MysqlUnits(MysqlRecord):
     def _table(self, tx: Session, target: Target) -> TargetTable:
         return TableStatements(tx, target, self.mode)
 
-    def _advance(self, tx: Session, end: int) -> None:
+    def _advance(self, tx: Session, end: LogPosition) -> None:
         tx.run(
             "UPDATE airflow_cdc.pipelines SET applied_lsn = %s, updated_at = NOW(6) WHERE pipeline = %s",
             [end, self.pipeline],
@@ -93,7 +94,7 @@ class MysqlUnits(MysqlRecord):
         for relation in relations:
             tx.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', relation)}")
 
-    def _read_beyond(self, tx: Session, high: int) -> str | None:
+    def _read_beyond(self, tx: Session, high: LogPosition) -> str | None:
         query = "SELECT source_table FROM airflow_cdc.chunks WHERE pipeline = %s AND high_lsn > %s ORDER BY 1 LIMIT 1"
         for (label,) in tx.rows(query, [self.pipeline, high]):
             return str(label)

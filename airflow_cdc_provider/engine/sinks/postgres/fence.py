@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ConnectionFailed,
 )
-from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, parse_lsn
 from airflow_cdc_provider.engine.postgres.connection import (
     Connection,
     connect,
@@ -171,7 +171,7 @@ class PostgresFence(TransactionalSink[Connection]):
             "End these transactions, or wait for them; then start again. Build indexes with CREATE INDEX CONCURRENTLY.",
         )
 
-    def _lock_epoch(self, tx: Connection, lock: Lock | None) -> tuple[int, int] | None:
+    def _lock_epoch(self, tx: Connection, lock: Lock | None) -> tuple[int, LogPosition] | None:
         clause = _CLAUSES[lock] if lock else ""
         query = f"SELECT epoch, applied_lsn::text FROM airflow_cdc.pipelines WHERE pipeline = %s {clause}"
         for epoch, applied in rows(tx, query, [self.pipeline]):

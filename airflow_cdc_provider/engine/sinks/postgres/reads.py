@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows, scalar
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
@@ -47,7 +47,7 @@ class PostgresReads(PostgresUnits):
         )
 
     def _choose_destination(
-        self, tx: Connection, epoch: int, read: PendingRead[Connection], applied: int
+        self, tx: Connection, epoch: int, read: PendingRead[Connection], applied: LogPosition
     ) -> Destination:
         """See :meth:`.TransactionalSink._choose_destination`: the target itself, changed in the same transaction.
 

@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Table
@@ -97,7 +97,7 @@ class PostgresRecord(PostgresFence):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
@@ -152,7 +152,7 @@ class PostgresRecord(PostgresFence):
         epoch: int,
         targets: Sequence[Target],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
         """See :meth:`.contract.Sink.restart`."""
@@ -257,7 +257,7 @@ class PostgresRecord(PostgresFence):
             chunks=tuple(_chunk_record(*chunk) for chunk in chunks),
         )
 
-    def _refuse_older_history(self, connection: Connection, target: Target, point: int) -> None:
+    def _refuse_older_history(self, connection: Connection, target: Target, point: LogPosition) -> None:
         """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
         name = sql.Identifier(target.schema, target.name)
         last = scalar(connection, sql.SQL("SELECT max(_commit_lsn)::text FROM {}").format(name))

@@ -18,7 +18,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.effect import ERASED, FRESH, MISSING, OLD_KIND, UNCHANGED
 from airflow_cdc_provider.engine.core.errors import TargetConflict
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.postgres.connection import condition, rows
 from airflow_cdc_provider.engine.sinks.contract import Copyable
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
@@ -44,7 +44,7 @@ class TableStatements(StagingDdl, TargetTable):
         with refusals(self._target, find=partial(self.refused_column, staged)):
             return super().apply(staged)
 
-    def copy(self, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
+    def copy(self, batches: Iterator[pa.RecordBatch], applied: LogPosition, seq: int) -> int:
         """See :meth:`.TargetTable.copy`."""
         constants: dict[str, str] = {}
         if self.mode == "changelog":
@@ -88,7 +88,7 @@ class TableStatements(StagingDdl, TargetTable):
             ),
         )
 
-    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
+    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: LogPosition) -> int:
         """See :meth:`.TargetTable.log_delete`."""
         lsn = format_lsn(applied)
         before = self._run(f"SELECT max(_seq) FROM {{table}} WHERE _commit_lsn = '{lsn}' AND _seq < 1")[0][0]

@@ -10,7 +10,7 @@ from typing import TypeVar
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.effect import COUNT, Effect
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches
@@ -90,7 +90,7 @@ class PostgresUnits(PostgresRecord):
             )
         return staged
 
-    def commit_as_staged(self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece]) -> bool:
+    def commit_as_staged(self, epoch: int, start: LogPosition, end: LogPosition, pieces: Iterator[StagedPiece]) -> bool:
         """See :meth:`.contract.Eager.commit_as_staged`."""
         return self._commit(epoch, start, end, pieces, None)
 
@@ -107,7 +107,7 @@ class PostgresUnits(PostgresRecord):
             target.table.label: TableStatements(tx, target, self.mode, keys.get(target.table.label)) for target in found
         }
 
-    def _advance(self, tx: Connection, end: int) -> None:
+    def _advance(self, tx: Connection, end: LogPosition) -> None:
         rows(
             tx,
             "UPDATE airflow_cdc.pipelines SET applied_lsn = %s, updated_at = clock_timestamp() WHERE pipeline = %s",
@@ -124,7 +124,7 @@ class PostgresUnits(PostgresRecord):
             names = sql.SQL(", ").join(sql.Identifier("airflow_cdc", relation) for relation in some)
             rows(tx, sql.SQL("DROP TABLE {}").format(names))
 
-    def _read_beyond(self, tx: Connection, high: int) -> str | None:
+    def _read_beyond(self, tx: Connection, high: LogPosition) -> str | None:
         query = "SELECT source_table FROM airflow_cdc.chunks WHERE pipeline = %s AND high_lsn > %s ORDER BY 1 LIMIT 1"
         for (label,) in rows(tx, query, [self.pipeline, format_lsn(high)]):
             return str(label)

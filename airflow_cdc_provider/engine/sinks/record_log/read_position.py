@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from airflow_cdc_provider.engine.core.lsn import LogPosition
+
 FIRST_READ = -1_000_000
 """``_seq`` of rows that were read: far below changes, which count from 1, so that there is room for the same rows read
 again at the same LSN."""
@@ -18,12 +20,12 @@ class Room:
     :param marker: ``_seq`` of the rows that say that they are read again; ``None`` when there is nothing to replace.
     """
 
-    lsn: int
+    lsn: LogPosition
     seq: int
     marker: int | None
 
 
-def room_at(lsn: int, last: int | None, replacing: bool) -> Room:
+def room_at(lsn: LogPosition, last: int | None, replacing: bool) -> Room:
     """Where rows that are read now stand.
 
     :param lsn: the applied LSN.

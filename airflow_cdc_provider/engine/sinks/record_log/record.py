@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.core.errors import (
     ForeignTable,
 )
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, parse_lsn
 from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.sinks.protocol_errors import (
@@ -98,7 +98,7 @@ class ChangesRecord(ABC):
     # -- what a sink does beside the record ---------------------------------------------------------
 
     @abstractmethod
-    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
+    def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: LogPosition | None) -> None:
         """Refuse a target that is not there for this pipeline; touch nothing.
 
         :param recorded: the target of the record for this table; ``None`` when it joins.
@@ -171,7 +171,7 @@ class ChangesRecord(ABC):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
@@ -215,7 +215,7 @@ class ChangesRecord(ABC):
         epoch: int,
         targets: Sequence[Target],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
         """See :meth:`.contract.Sink.restart`."""
@@ -283,7 +283,7 @@ class ChangesRecord(ABC):
         recorded = contents.get("chunks", {}).get(record_contents.chunk_key(chunk))
         return recorded is not None and "snapshot" not in recorded
 
-    def _is_next(self, contents: Contents, start: int, end: int, pieces: Sequence[StagedPiece]) -> bool:
+    def _is_next(self, contents: Contents, start: LogPosition, end: LogPosition, pieces: Sequence[StagedPiece]) -> bool:
         """Whether the unit ``(start, end]`` is still to be committed.
 
         :raises GateClosed: when it does not begin where the record ends.
@@ -303,7 +303,7 @@ class ChangesRecord(ABC):
         self,
         targets: Sequence[Target],
         recorded: Mapping[str, Target],
-        start: int | None = None,
+        start: LogPosition | None = None,
         ours: Collection[str] = (),
     ) -> None:
         """Refuse targets that are not there for this pipeline; touch nothing.

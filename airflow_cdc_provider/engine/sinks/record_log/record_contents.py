@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_START, LogPosition, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Table
@@ -126,10 +126,12 @@ def target_of(contents: Contents, label: str) -> Target:
     return Target(Table.from_dict(found["definition"]), found["schema"], found["name"])
 
 
-def highest(contents: Contents, label: str | None = None) -> int:
+def highest(contents: Contents, label: str | None = None) -> LogPosition:
     """The highest H of the reads that have been committed, of one table or of all; 0 without any."""
     chunks = contents.get("chunks", {}).values()
-    return max((parse_lsn(c["high"]) for c in chunks if "high" in c and label in (None, _label(c))), default=0)
+    return max(
+        (parse_lsn(c["high"]) for c in chunks if "high" in c and label in (None, _label(c))), default=LogPosition(0)
+    )
 
 
 def record_of(contents: Contents) -> Record | None:
@@ -149,14 +151,14 @@ def record_of(contents: Contents) -> Record | None:
 
 
 def provisioned(
-    targets: Sequence[Target], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: int, now: float
+    targets: Sequence[Target], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: LogPosition, now: float
 ) -> Change:
     """A pipeline begins."""
     head = {"epoch": 0, "owner": "", "applied": format_lsn(start), "advanced": now}
     return Change({"head": head, "source": identity}) + added(targets, chunks)
 
 
-def restarted(targets: Sequence[Target], identity: Mapping[str, Any], start: int, now: float) -> Change:
+def restarted(targets: Sequence[Target], identity: Mapping[str, Any], start: LogPosition, now: float) -> Change:
     """A pipeline begins again from another start of the slot."""
     whole = [Chunk(target.table.label, 0, None, None) for target in targets]
     head = {"applied": format_lsn(start), "advanced": now}
@@ -208,13 +210,13 @@ def reread(
     else:
         indexes = [v["definition"]["index"] for v in contents.get("chunks", {}).values() if _label(v) == label]
         read, gone = {}, []
-        for n, part in enumerate(_parts(sorted(keys)), max(indexes, default=0) + 1):
+        for n, part in enumerate(_parts(sorted(keys)), max(indexes, default=LOG_START) + 1):
             chunk = Chunk(label, n, None, None)
             read[chunk_key(chunk)] = _finished(chunk, part, watermark, 0 if read else rows, epoch)
     return Change({"chunks": read}, {"chunks": gone}) + redefined(target)
 
 
-def unit_applied(contents: Contents, end: int, now: float, values: Mapping[str, Any] | None = None) -> Change:
+def unit_applied(contents: Contents, end: LogPosition, now: float, values: Mapping[str, Any] | None = None) -> Change:
     """The stream has come to ``end``. A re-read of keys is a filter and nothing else; passed, it is forgotten.
 
     :param values: of the source, noted with it.

@@ -19,7 +19,7 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target, Watermark
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.sinks.protocol_errors import require_origin
@@ -61,7 +61,7 @@ class Destination:
     """
 
     aside: str
-    applied: int
+    applied: LogPosition
 
 
 class TransactionalSink(TransactionalUnits[Tx]):
@@ -89,7 +89,9 @@ class TransactionalSink(TransactionalUnits[Tx]):
     def _free_index(self, tx: Tx, label: str) -> int:
         """A number that none of a table's chunks has."""
 
-    def _choose_destination(self, tx: Tx, epoch: int, read: PendingRead[Tx], applied: int) -> Destination | None:
+    def _choose_destination(
+        self, tx: Tx, epoch: int, read: PendingRead[Tx], applied: LogPosition
+    ) -> Destination | None:
         """See to it that there is a table of the right definition for the rows to go to.
 
         The transaction, which has begun, may end, and another begin.
@@ -239,7 +241,7 @@ class TransactionalSink(TransactionalUnits[Tx]):
             return self._table(tx, target).members(members, keys)
 
     @staticmethod
-    def _require_still(before: int, applied: int, target: Target) -> None:
+    def _require_still(before: LogPosition, applied: LogPosition, target: Target) -> None:
         """Refuse rows that were brought aside before a unit that was committed since: its changes would be lost.
 
         :raises StreamFailed: naming both.

@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import Blocked, Fenced
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Mode, Target
 
 Lock: TypeAlias = Literal["stage", "share", "unit", "alone"]
@@ -59,7 +60,7 @@ class TransactionalRecord(ABC, Generic[Tx]):
         return self._transaction()
 
     @abstractmethod
-    def _lock_epoch(self, tx: Tx, lock: Lock | None) -> tuple[int, int] | None:
+    def _lock_epoch(self, tx: Tx, lock: Lock | None) -> tuple[int, LogPosition] | None:
         """Lock the epoch's row, or only read it.
 
         :returns: epoch and applied LSN; ``None`` when there is no record.
@@ -79,7 +80,7 @@ class TransactionalRecord(ABC, Generic[Tx]):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
@@ -107,7 +108,7 @@ class TransactionalRecord(ABC, Generic[Tx]):
 
     # -- the protocol ------------------------------------------------------------------------------
 
-    def _fence(self, tx: Tx, epoch: int, lock: Lock | None) -> int:
+    def _fence(self, tx: Tx, epoch: int, lock: Lock | None) -> LogPosition:
         """Refuse to go on under an epoch that is another's; with a lock nobody takes it until the transaction ends.
 
         :returns: the applied LSN.
@@ -123,12 +124,12 @@ class TransactionalRecord(ABC, Generic[Tx]):
             raise Fenced.by(f"pipeline {self.pipeline} in {self._place} is at", current, epoch)
         return applied
 
-    def _begin(self, tx: Tx, epoch: int, lock: Lock) -> int:
+    def _begin(self, tx: Tx, epoch: int, lock: Lock) -> LogPosition:
         """Begin a transaction with the fence; a store begins it here where that takes a statement."""
         return self._fence(tx, epoch, lock)
 
     @contextmanager
-    def _fenced(self, epoch: int, lock: Lock, rehearsal: bool = False) -> Iterator[tuple[Tx, int]]:
+    def _fenced(self, epoch: int, lock: Lock, rehearsal: bool = False) -> Iterator[tuple[Tx, LogPosition]]:
         """A transaction that keeps the epoch, and the applied LSN.
 
         :raises Fenced: when the epoch is another's.
@@ -162,7 +163,7 @@ class TransactionalRecord(ABC, Generic[Tx]):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.effect import COUNT, MISSING
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.sinks.staged import Staged
 
@@ -42,7 +43,7 @@ class TargetTable(ABC):
         self.apply_mirror(staged)
         return lacking
 
-    def clear(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
+    def clear(self, keys: frozenset[tuple[str, ...]] | None, applied: LogPosition) -> int:
         """Clear the table of rows that are read again, all when ``None``; a changelog says so by a truncate or deletes.
 
         :returns: the ``_seq`` in a changelog of the rows that follow.
@@ -68,7 +69,7 @@ class TargetTable(ABC):
     def apply_mirror(self, staged: Staged) -> None:
         """Free all staged keys, then write the rows that are not ``erased``."""
 
-    def copy(self, batches: Iterator[pa.RecordBatch], applied: int, seq: int) -> int:
+    def copy(self, batches: Iterator[pa.RecordBatch], applied: LogPosition, seq: int) -> int:
         """Insert rows of the source; in a changelog as events of kind ``r``, at ``applied`` and ``seq``.
 
         Not asked of a sink that brings all rows aside.
@@ -93,7 +94,7 @@ class TargetTable(ABC):
         """Whether the table has no rows."""
         raise NotImplementedError
 
-    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: int) -> int:
+    def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: LogPosition) -> int:
         """Say that rows are about to be read again: a truncate, or a delete of each key.
 
         :returns: the ``_seq`` of the rows that follow. They come after all that was read at the same LSN before.

@@ -10,6 +10,7 @@ from typing import Any
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import Fenced, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.protocol_errors import read_again_since, require_adjoining
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, StagedPiece
@@ -43,11 +44,11 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         """Drop what was staged for a unit in its transaction; or, where to drop commits, commit first."""
 
     @abstractmethod
-    def _advance(self, tx: Tx, end: int) -> None:
+    def _advance(self, tx: Tx, end: LogPosition) -> None:
         """Move the applied LSN, and remove re-reads of keys whose H it has reached: passed, a filter is of no use."""
 
     @abstractmethod
-    def _read_beyond(self, tx: Tx, high: int) -> str | None:
+    def _read_beyond(self, tx: Tx, high: LogPosition) -> str | None:
         """A source table of which the record has a chunk or re-read with a higher H; ``None`` if there is none."""
 
     @abstractmethod
@@ -105,8 +106,8 @@ class TransactionalUnits(TransactionalRecord[Tx]):
     def commit(
         self,
         epoch: int,
-        start: int,
-        end: int,
+        start: LogPosition,
+        end: LogPosition,
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
@@ -120,7 +121,12 @@ class TransactionalUnits(TransactionalRecord[Tx]):
             self._check_deferred(tx)
 
     def _commit(
-        self, epoch: int, start: int, end: int, pieces: Iterator[StagedPiece], noted: Mapping[str, Any] | None
+        self,
+        epoch: int,
+        start: LogPosition,
+        end: LogPosition,
+        pieces: Iterator[StagedPiece],
+        noted: Mapping[str, Any] | None,
     ) -> bool:
         failpoint("before-batch-commit")
         staged: list[Staged] = []
@@ -161,7 +167,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
             raise MissingValues({label: frozenset(keys) for label, keys in missing.items()})
         return all_staged
 
-    def _check_filters(self, tx: Tx, high: int) -> None:
+    def _check_filters(self, tx: Tx, high: LogPosition) -> None:
         """Rows that were read since a piece was staged hold changes that it would take back."""
         label = self._read_beyond(tx, high)
         if label is not None:

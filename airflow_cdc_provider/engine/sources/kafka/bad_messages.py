@@ -30,6 +30,7 @@ from airflow_cdc_provider.engine.core.errors import (
     TargetConflict,
     ValueRefused,
 )
+from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sinks.contract import Rehearsing
@@ -75,7 +76,7 @@ def stage_rows(run: Run, rows: DataFrame, table: Table, name: str, unit: int, se
 def stage_effect(run: Run, unit: int, effect: Effect) -> StagedPiece:
     """Stage what a truncate does to a sink."""
     staged = run.sink.stage(run.epoch, f"{run.epoch}_{unit}_truncate_{uuid.uuid4().hex[:8]}", [effect])
-    return StagedPiece("", "", 0, 0, b"", tuple(staged), frozenset(), 0)
+    return StagedPiece("", "", 0, 0, b"", tuple(staged), frozenset(), LOG_START)
 
 
 def emptying(table: Table) -> Effect:

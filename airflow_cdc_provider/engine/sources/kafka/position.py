@@ -14,9 +14,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
@@ -24,6 +25,9 @@ from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, ski
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+UnitNumber: TypeAlias = LogPosition
+"""How many units have been made of the messages of a pipeline's topics."""
 
 REPAIR = (
     "Run `airflow-cdc drop`, empty or drop the target tables, then `airflow-cdc run`: it begins again from the first"
@@ -47,7 +51,7 @@ class Position:
     :param truncated: offsets up to which a truncate has been applied.
     """
 
-    applied: int
+    applied: UnitNumber
     cluster: str
     begun: Offsets
     offsets: Offsets

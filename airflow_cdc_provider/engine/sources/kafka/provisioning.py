@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
+from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -117,7 +118,7 @@ def _begin(pipeline: Pipeline, new: Sequence[Pipeline], record: Record | None) -
     require(_check_table(pipeline, table))
     identity = _first_position(pipeline, stateful) if record is None else _without_mode(record.identity)
     for branch in new:
-        sink_of(branch).prepare([target_for(branch, table)], [], {**identity, "mode": branch.sink.mode}, 0)
+        sink_of(branch).prepare([target_for(branch, table)], [], {**identity, "mode": branch.sink.mode}, LOG_START)
 
 
 def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:
@@ -135,7 +136,9 @@ def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
     named = topics.named()
     offsets = topics.beginnings(named) if source.starting == "earliest" else topics.ends(named)
     ids = {topic.name: topic.id for topic in named}
-    return Position(0, topics.cluster.id(), offsets, offsets, ids, _meaning(pipeline), stateful, None, 0).to_identity()
+    return Position(
+        LOG_START, topics.cluster.id(), offsets, offsets, ids, _meaning(pipeline), stateful, None, 0
+    ).to_identity()
 
 
 def _without_mode(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.changes.row_transform import RowTransform, tran
 from airflow_cdc_provider.engine.comparison.hash_sums import hashes_of
 from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OP, UNCHANGED, Effect
 from airflow_cdc_provider.engine.core.errors import CdcError, ValueRefused
+from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure, sqlstate
@@ -95,7 +96,7 @@ class TopicStage:
             staged += self.sink.stage(self.epoch, attempt, [effect])
             count += rows.num_rows
         changes = {self.table.label: count} if count else {}
-        return StagedPiece("", "", index, count, b"", tuple(staged), frozenset(), 0, {}, changes)
+        return StagedPiece("", "", index, count, b"", tuple(staged), frozenset(), LOG_START, {}, changes)
 
     def _effect(self, rows: pa.Table, first: int) -> Effect:
         """What rows do to the table.

@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.sources.kafka.avro_texts import unknown_schemas
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
-from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates, foremost, goes_on
+from airflow_cdc_provider.engine.sources.kafka.position import Position, UnitNumber, behind_truncates, foremost, goes_on
 from airflow_cdc_provider.engine.sources.kafka.query import Shape, keeps_last, output_of, result, shape_of
 from airflow_cdc_provider.engine.sources.kafka.query_difference import table_difference
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
@@ -46,7 +46,7 @@ _OPEN_SECONDS = 15.0
 
 
 def follower(
-    pipeline: Pipeline, unit: int | None, catch_up: bool
+    pipeline: Pipeline, unit: UnitNumber | None, catch_up: bool
 ) -> tuple[Callable[..., StreamProgress], Callable[[StreamProgress], bool]]:
     """What reads topics until it has come as far as is asked, and what tells whether it has.
 
@@ -108,7 +108,7 @@ class TopicJob:
         self._lag: int | None = None
         self._held: tuple[Offsets, float] | None = None  # where an open transaction is waited for, and since when
 
-    def follow(self, target: int | None, goal: Goal | None) -> StreamProgress:
+    def follow(self, target: UnitNumber | None, goal: Goal | None) -> StreamProgress:
         """Bring in messages until unit ``target`` has been applied, or all before ``goal``; for ever with neither.
 
         A transaction that a producer leaves open holds up all behind it. It is waited for a little, as the next one of
@@ -126,7 +126,7 @@ class TopicJob:
                 self._batches, self._brought = self._new_batches(), None
                 self._look_at_records()
 
-    def _follow(self, target: int | None, goal: Goal | None) -> StreamProgress:
+    def _follow(self, target: UnitNumber | None, goal: Goal | None) -> StreamProgress:
         query = self._start()
         beat = time.monotonic()
         with self._batches.watched(query):
@@ -185,7 +185,7 @@ class TopicJob:
             .start()
         )
 
-    def _done(self, target: int | None, goal: Goal | None) -> bool:
+    def _done(self, target: UnitNumber | None, goal: Goal | None) -> bool:
         if target is not None and self._units.applied >= target:
             return True
         if goal is None:

@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import Blame, stage_rows, unknown
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.message_order import require_unshuffled
-from airflow_cdc_provider.engine.sources.kafka.position import Position, with_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import Position, UnitNumber, with_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import lineage_in
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
@@ -41,7 +41,7 @@ class _Branch:
     """A sink, and what it has."""
 
     run: Run
-    applied: int
+    applied: UnitNumber
 
 
 class TopicUnits:
@@ -87,7 +87,7 @@ class TopicUnits:
         self._table = target.table
 
     @property
-    def applied(self) -> int:
+    def applied(self) -> UnitNumber:
         """Number of the last unit that all sinks have."""
         return min(branch.applied for branch in self._branches)
 
@@ -101,7 +101,7 @@ class TopicUnits:
         :raises CdcError: when it cannot be brought into a sink; others may have it then.
         """
         started = time.monotonic()
-        unit, offsets = self._base + batch + 1, self._checkpoint.offsets(batch)
+        unit, offsets = UnitNumber(self._base + batch + 1), self._checkpoint.offsets(batch)
         self._missed.value = frozenset()
         noted = Position.noted(offsets, self._checkpoint.id(), self._base, self._topics(offsets))
         if self._in_order:
@@ -129,7 +129,7 @@ class TopicUnits:
         self.dead_letters += buried
         self._count(max(pieces, key=lambda each: sum(piece.changes for piece in each)), started)
 
-    def _staged(self, rows: DataFrame, unit: int, batch: int) -> list[list[StagedPiece]]:
+    def _staged(self, rows: DataFrame, unit: UnitNumber, batch: int) -> list[list[StagedPiece]]:
         """Stage a batch for all sinks."""
         if len(self._branches) > 1:
             rows = rows.persist()
@@ -141,7 +141,7 @@ class TopicUnits:
                 rows.unpersist()
 
     @contextmanager
-    def _blaming(self, offsets: Offsets, unit: int) -> Iterator[None]:
+    def _blaming(self, offsets: Offsets, unit: UnitNumber) -> Iterator[None]:
         """Let messages answer for a failure, unless a sink has the unit already, and with it what they became."""
         try:
             yield
@@ -151,7 +151,7 @@ class TopicUnits:
                 raise
             raise verdict from e
 
-    def _verdict(self, failure: Exception, offsets: Offsets, unit: int) -> CdcError | None:
+    def _verdict(self, failure: Exception, offsets: Offsets, unit: UnitNumber) -> CdcError | None:
         applied = any(branch.applied >= unit for branch in self._branches)
         end = with_truncates(offsets, self.position.floors)
         start = partial(self._beginning, end)
@@ -169,11 +169,11 @@ class TopicUnits:
         return {topic: {**first.get(topic, {}), **known.get(topic, {})} for topic in offsets}
 
     def _commit(
-        self, branch: _Branch, unit: int, staged: list[StagedPiece], noted: Mapping[str, Any]
+        self, branch: _Branch, unit: UnitNumber, staged: list[StagedPiece], noted: Mapping[str, Any]
     ) -> list[StagedPiece]:
         """Commit a batch; what of it the sink did not have yet."""
         run = branch.run
-        committed = run.sink.commit(run.epoch, unit - 1, unit, staged, noted)
+        committed = run.sink.commit(run.epoch, UnitNumber(unit - 1), unit, staged, noted)
         branch.applied = max(branch.applied, unit)
         return staged if committed else []
 

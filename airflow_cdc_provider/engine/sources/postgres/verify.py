@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from airflow_cdc_provider.engine.comparison.compare import compare, ranges_in
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
@@ -21,7 +22,7 @@ class _LiveStream:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def passed(self, lsn: int, timeout: float) -> bool:
+    def passed(self, lsn: Lsn, timeout: float) -> bool:
         return await_condition(lambda: existing_record(self._pipeline).applied >= lsn, timeout)
 
 

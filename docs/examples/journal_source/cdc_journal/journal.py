@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, GateClosed
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.table import Column, Table
 from cdc_journal.settings import JournalSettings
 
@@ -42,13 +43,13 @@ class Journal:
         )
         return Table(1, "main", self._name, columns, (keys[0][0],), "d", None, (), "r")
 
-    def last(self, table: Table) -> int:
+    def last(self, table: Table) -> LogPosition:
         """The number of the last row, 0 when there is none."""
         with self._connected() as connection:
             found = connection.execute(f"SELECT max({_quoted(table.key[0])}) FROM {_quoted(self._name)}").fetchone()
-        return int(found[0] or 0)
+        return LogPosition(int(found[0] or 0))
 
-    def rows(self, table: Table, after: int, upto: int, limit: int) -> pa.Table:
+    def rows(self, table: Table, after: LogPosition, upto: LogPosition, limit: int) -> pa.Table:
         """The next rows as texts, by the names ``c0``, …, in the order of their numbers.
 
         :param after: number of the last row that is known.

@@ -18,6 +18,7 @@ from airflow_cdc_provider.engine.changes.row_transform import transformed_effect
 from airflow_cdc_provider.engine.core.effect import ERASED, Effect
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.core.lsn import LOG_END, LOG_START, LogPosition
 from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.stream_end import Ending
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _UNIT_ROWS = 10_000
-_END = (1 << 63) - 1
 _LOOK_SECONDS = 1.0
 
 
@@ -123,7 +123,7 @@ class JournalSource(ReadOnlySource):
             own = sink_of(branch).record()
             if own is None:
                 identity = {**self._identity, "mode": branch.sink.mode}
-                sink_of(branch).prepare(targets_of(branch, [self._journal.table()]), [], identity, 0)
+                sink_of(branch).prepare(targets_of(branch, [self._journal.table()]), [], identity, LOG_START)
             else:
                 self.require_recorded(own)
                 require_mode(branch, own.identity)
@@ -148,7 +148,7 @@ class JournalSource(ReadOnlySource):
         return follow, lambda done: goal is not None and done.applied >= goal
 
     def _follow(
-        self, run: Run, target: Target, goal: int | None, tell: Callable[[StreamProgress], None]
+        self, run: Run, target: Target, goal: LogPosition | None, tell: Callable[[StreamProgress], None]
     ) -> StreamProgress:
         """Bring rows into all sinks, a unit at a time, until the goal is reached or the run is asked to stop."""
         run.commit_record.sweep(run.epoch)
@@ -159,7 +159,7 @@ class JournalSource(ReadOnlySource):
         tell(done)
         while not run.stopping and (goal is None or done.applied < goal):
             run.check()
-            rows = self._journal.rows(target.table, done.applied, _END if goal is None else goal, _UNIT_ROWS)
+            rows = self._journal.rows(target.table, done.applied, LOG_END if goal is None else goal, _UNIT_ROWS)
             if rows.num_rows:
                 numbers = _numbers(rows, target)
                 for branch in run.branches:
@@ -196,7 +196,7 @@ class JournalSource(ReadOnlySource):
             record = existing_record(branch)
             (target,) = record.targets
             names = [column.name for column in target.table.columns]
-            ours = _as_set(self._journal.rows(target.table, 0, record.applied, _END).rename_columns(names))
+            ours = _as_set(self._journal.rows(target.table, LOG_START, record.applied, LOG_END).rename_columns(names))
             number = names.index(target.table.key[0])
             found = [row for batch in sink_of(branch).rows(target) for row in _as_set(batch.select(names))]
             theirs = {row for row in found if int(str(row[number])) <= record.applied}
@@ -216,17 +216,21 @@ class JournalSource(ReadOnlySource):
 
 
 def _bring(
-    branch: Run, target: Target, rows: pa.Table, numbers: np.ndarray[Any, np.dtype[np.int64]], applied: dict[Run, int]
+    branch: Run,
+    target: Target,
+    rows: pa.Table,
+    numbers: np.ndarray[Any, np.dtype[np.int64]],
+    applied: dict[Run, LogPosition],
 ) -> None:
     """Stage and commit a unit in one sink, from where that is: after a crash it may have more than another."""
-    start, end = applied[branch], int(numbers[-1])
+    start, end = applied[branch], LogPosition(int(numbers[-1]))
     if end <= start:
         return
     mine = rows.filter(pa.array(numbers > start))
     effect = Effect(target.table.label, False, mine.add_column(0, ERASED, pa.array(np.zeros(mine.num_rows, bool))))
     effect = transformed_effect(branch.pipeline.transform, target.table, effect)
     staged = branch.sink.stage(branch.epoch, f"{branch.epoch}_{uuid.uuid4().hex[:12]}", [effect])
-    piece = StagedPiece(str(start), str(end), 0, mine.num_rows, b"", staged, frozenset(), 0)
+    piece = StagedPiece(str(start), str(end), 0, mine.num_rows, b"", staged, frozenset(), LOG_START)
     branch.sink.commit(branch.epoch, start, end, [piece])
     applied[branch] = end
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ForeignTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Table
@@ -67,16 +68,16 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
                 connection.execute(statement)
             yield connection
 
-    def _begin(self, tx: sqlite3.Connection, epoch: int, lock: Lock) -> int:
+    def _begin(self, tx: sqlite3.Connection, epoch: int, lock: Lock) -> LogPosition:
         """The whole file is locked, whatever is asked for: none can take the epoch until the transaction ends."""
         tx.execute("BEGIN IMMEDIATE")
         return self._fence(tx, epoch, lock)
 
-    def _lock_epoch(self, tx: sqlite3.Connection, lock: Lock | None) -> tuple[int, int] | None:
+    def _lock_epoch(self, tx: sqlite3.Connection, lock: Lock | None) -> tuple[int, LogPosition] | None:
         if not tx.execute("SELECT 1 FROM sqlite_master WHERE name = 'airflow_cdc_pipelines'").fetchone():
             return None
         query = "SELECT epoch, applied FROM airflow_cdc_pipelines WHERE pipeline = ?"
-        found: tuple[int, int] | None = tx.execute(query, [self.pipeline]).fetchone()
+        found: tuple[int, LogPosition] | None = tx.execute(query, [self.pipeline]).fetchone()
         return found
 
     # -- beginning ---------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
         targets: Sequence[Target],
         chunks: Sequence[Chunk],
         identity: Mapping[str, Any],
-        start: int,
+        start: LogPosition,
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
@@ -107,7 +108,12 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
             failpoint("before-plan")
 
     def restart(
-        self, epoch: int, targets: Sequence[Target], identity: Mapping[str, Any], start: int, rehearsal: bool = False
+        self,
+        epoch: int,
+        targets: Sequence[Target],
+        identity: Mapping[str, Any],
+        start: LogPosition,
+        rehearsal: bool = False,
     ) -> None:
         """See ``Sink.restart``."""
         with self._fenced(epoch, "alone", rehearsal) as (connection, _):
@@ -267,7 +273,9 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
             tx.execute(f"DROP TABLE {quoted(name)}")
 
 
-def _chunk(definition: str, snapshot: str | None, high: int, count: int | None, keys: str | None) -> ChunkRecord:
+def _chunk(
+    definition: str, snapshot: str | None, high: LogPosition, count: int | None, keys: str | None
+) -> ChunkRecord:
     return ChunkRecord(
         Chunk.from_dict(json.loads(definition)),
         None if snapshot is None else Watermark(Snapshot.parse(snapshot), high),

@@ -18,6 +18,7 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import ConfigError, UnknownTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.sinks.staged import Staged
@@ -41,7 +42,7 @@ class SqliteSink(SqliteRecord):
         return tx.execute(query, [self.pipeline, chunk.table, chunk.index]).fetchone() is not None
 
     def _choose_destination(
-        self, tx: sqlite3.Connection, epoch: int, read: PendingRead[sqlite3.Connection], applied: int
+        self, tx: sqlite3.Connection, epoch: int, read: PendingRead[sqlite3.Connection], applied: LogPosition
     ) -> Destination:
         """All rows are brought aside: while they are read, the file is anybody's."""
         tx.rollback()
@@ -170,13 +171,13 @@ class SqliteSink(SqliteRecord):
     def _table(self, tx: sqlite3.Connection, target: Target) -> SqliteTable:
         return SqliteTable(tx, target)
 
-    def _advance(self, tx: sqlite3.Connection, end: int) -> None:
+    def _advance(self, tx: sqlite3.Connection, end: LogPosition) -> None:
         advance = "UPDATE airflow_cdc_pipelines SET applied = ?, advanced = ? WHERE pipeline = ?"
         tx.execute(advance, [end, time.time(), self.pipeline])
         passed = "DELETE FROM airflow_cdc_chunks WHERE pipeline = ? AND keys IS NOT NULL AND high <= ?"
         tx.execute(passed, [self.pipeline, end])
 
-    def _read_beyond(self, tx: sqlite3.Connection, high: int) -> str | None:
+    def _read_beyond(self, tx: sqlite3.Connection, high: LogPosition) -> str | None:
         query = "SELECT label FROM airflow_cdc_chunks WHERE pipeline = ? AND high > ? ORDER BY label LIMIT 1"
         for (label,) in tx.execute(query, [self.pipeline, high]):
             return str(label)

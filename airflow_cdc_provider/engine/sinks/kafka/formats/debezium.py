@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from airflow_cdc_provider import __version__
 from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements
 from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import Decimals, Kind, kind_of
@@ -173,7 +173,7 @@ class Shape:
         """
         source, op = envelope["source"], _OURS[envelope["op"]]
         lsn, seq = source["sequence"][2:-2].split('","')
-        event: dict[str, Any] = {"_op": op, "_commit_lsn": format_lsn(int(lsn)), "_seq": seq}
+        event: dict[str, Any] = {"_op": op, "_commit_lsn": format_lsn(LogPosition(int(lsn))), "_seq": seq}
         before, after = (self._row(envelope.get(name)) for name in ("before", "after"))
         unchanged = source.get("unchanged") or []
         row = after or {name: (before or {}).get(name) for name in self.target.table.key}

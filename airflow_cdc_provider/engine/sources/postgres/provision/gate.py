@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import GateClosed
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import Lsn, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import Connection, describe, scalar
 from airflow_cdc_provider.engine.postgres.slots import Identity, SlotState, flushed, is_ours, read_identity, read_slot
@@ -87,7 +87,7 @@ def require_primary(connection: Connection) -> None:
 
 
 def gate(
-    connection: Connection, source: PostgresSourceSettings, record: Record, applied_now: Callable[[], int] | None = None
+    connection: Connection, source: PostgresSourceSettings, record: Record, applied_now: Callable[[], Lsn] | None = None
 ) -> Passage:
     """Check that the source can continue what the sink's record says.
 
@@ -172,7 +172,7 @@ def _check_slot(
     source: PostgresSourceSettings,
     record: Record,
     state: SlotState | None,
-    applied: int,
+    applied: Lsn,
     moved: str | None,
 ) -> None:
     """Check that the slot still has the log from ``applied`` on."""
@@ -200,7 +200,7 @@ def _check_slot(
         )
 
 
-def _check_timeline(source: PostgresSourceSettings, record: Record, timeline: int, needed: int) -> None:
+def _check_timeline(source: PostgresSourceSettings, record: Record, timeline: int, needed: Lsn) -> None:
     """Check that everything up to ``needed`` is part of the history of the timeline that the source is on now."""
     recorded = int(record.identity["timeline"])
     switched = left_at(read_history(source.log_dsn, timeline), recorded)

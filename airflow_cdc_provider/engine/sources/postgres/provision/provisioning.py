@@ -18,6 +18,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, GateClosed
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -100,7 +101,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
 
 
 def _prepare(
-    branch: Pipeline, tables: Sequence[Table], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: int
+    branch: Pipeline, tables: Sequence[Table], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: Lsn
 ) -> None:
     """Let a sink's record begin."""
     mode = {"mode": branch.sink.mode}
@@ -183,7 +184,7 @@ def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
 @contextmanager
 def _new_slot(
     source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
-) -> Iterator[tuple[dict[str, Any], int]]:
+) -> Iterator[tuple[dict[str, Any], Lsn]]:
     """Make publication and slot anew and pass the barrier; gives the source's identity and where the slot streams from.
 
     What fails half-way, or in the block, is taken back, unless the block has written the record, or another run has
@@ -213,7 +214,7 @@ def _new_slot(
         raise
 
 
-def _may_be_recorded(pipeline: Pipeline, start: int | None) -> bool:
+def _may_be_recorded(pipeline: Pipeline, start: Lsn | None) -> bool:
     """Whether the sink's record relies on the slot that streams from there, as far as the sink can be asked."""
     if start is None:
         return False
@@ -310,7 +311,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
         present = replace(pipeline, sinks=tuple(branch.sink for branch, own, _ in branches if own is not None))
         epoch = 0
 
-        def begin(identity: Mapping[str, Any], start: int, rehearsal: bool = False) -> None:
+        def begin(identity: Mapping[str, Any], start: Lsn, rehearsal: bool = False) -> None:
             for branch, own, vouching in branches:
                 _begin_again(
                     sink_of(branch),
@@ -343,7 +344,7 @@ def _begin_again(
     targets: Sequence[Target],
     ledger: Ledger | None,
     identity: Mapping[str, Any],
-    start: int,
+    start: Lsn,
     rehearsal: bool = False,
 ) -> None:
     """Let the record begin again, under an epoch of it; or make it anew, with the targets for which the ledger vouches.

@@ -16,7 +16,7 @@ import psycopg2
 
 from airflow_cdc_provider.engine.core.errors import Blocked, MissingPrivilege, SecondWriter, ServerNotReady
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.postgres.slots import SlotState, blockers, emit_marker, is_ours, read_slot
@@ -27,7 +27,7 @@ _LONGEST_PAUSE = 5.0
 _FAILOVER_VERSION = 170000
 
 
-def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> int:
+def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> Lsn:
     """Create the slot and return the LSN from which on it streams.
 
     :param timeout: seconds to wait for transactions that were open before, and as many for those open at its end.
@@ -59,7 +59,7 @@ def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS
     return _leave_creation(connection, slot, parse_lsn(consistent), timeout)
 
 
-def _leave_creation(connection: Connection, slot: str, consistent: int, timeout: float) -> int:
+def _leave_creation(connection: Connection, slot: str, consistent: Lsn, timeout: float) -> Lsn:
     """Move a new slot beyond its creation, and return the LSN from which on it streams then.
 
     While the creation waits for the transactions that were open when it began, Postgres, to 18 at least, takes no
@@ -99,7 +99,7 @@ def _leave_creation(connection: Connection, slot: str, consistent: int, timeout:
     return start
 
 
-def _advance(connection: Connection, slot: str) -> tuple[int, int]:
+def _advance(connection: Connection, slot: str) -> tuple[Lsn, Lsn]:
     """Move a slot that nobody reads to the end of the log; returns the LSNs where it streams and where it restarts."""
     ask = "SELECT has_function_privilege(to_regprocedure('pg_log_standby_snapshot()'), 'EXECUTE')"
     if scalar(connection, ask):
@@ -109,7 +109,7 @@ def _advance(connection: Connection, slot: str) -> tuple[int, int]:
     advance = "SELECT end_lsn::text FROM pg_replication_slot_advance(%s, %s)"
     start = parse_lsn(scalar(connection, advance, [slot, format_lsn(end)]))
     state = read_slot(connection, slot)
-    return start, state.restart_lsn if state is not None else 0
+    return start, state.restart_lsn if state is not None else LOG_START
 
 
 def barrier(connection: Connection, timeout: float = WAIT_SECONDS) -> None:

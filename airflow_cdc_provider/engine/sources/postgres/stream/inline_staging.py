@@ -27,6 +27,7 @@ from typing import Any
 from pyspark import TaskContext, cloudpickle
 from pyspark.sql import DataFrame, Row
 
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
 from airflow_cdc_provider.engine.spark.local_sockets import Answering, ask
 
@@ -51,7 +52,7 @@ class Handout:
         self._listeners: dict[str, Callable[[object], None]] = {}
 
     @contextmanager
-    def serving(self, directory: str, idle: Callable[[int], None]) -> Iterator[None]:
+    def serving(self, directory: str, idle: Callable[[Lsn], None]) -> Iterator[None]:
         """Answer the reader for the time of a query.
 
         :param directory: a :func:`.meeting_place`.
@@ -59,7 +60,7 @@ class Handout:
         """
 
         def hear(lsn: bytearray) -> list[bytes]:
-            idle(int(lsn))
+            idle(Lsn(int(lsn)))
             return []
 
         with (
@@ -119,7 +120,7 @@ def handed_out(directory: str) -> Mapping[str, bytes]:
     return handed
 
 
-def tell_idle(directory: str, passed: int) -> None:
+def tell_idle(directory: str, passed: Lsn) -> None:
     """The reader's side: let the driver know that there is nothing to apply.
 
     :param passed: LSN up to which the log has been read.

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
@@ -51,7 +52,7 @@ class Fanout:
         run.lag.advance(self.applied)
 
     @property
-    def applied(self) -> int:
+    def applied(self) -> Lsn:
         """LSN durable in all sinks."""
         return min(units.applied for units in self._units)
 
@@ -65,7 +66,7 @@ class Fanout:
         """What other transactions hold up: re-reads that the stream leaves for later, or the unit at hand."""
         return next((units.waiting for units in self._units if units.waiting), None)
 
-    def done(self, target: int | None) -> bool:
+    def done(self, target: Lsn | None) -> bool:
         """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
         return self.refusal is not None or all(units.done(target) for units in self._units)
 

@@ -48,6 +48,7 @@ from pyspark.sql.types import StructType
 
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.core.text_output import human_bytes
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
@@ -121,7 +122,7 @@ class SourceOptions:
     slot: str
     publication: str
     origin: Origin
-    applied: int
+    applied: Lsn
     max_batch_bytes: int
     heartbeat: float
     sink: Sink

@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine.changes.effects import TableFilter, between, ef
 from airflow_cdc_provider.engine.changes.row_transform import RowTransform, transformed_effect
 from airflow_cdc_provider.engine.changes.schema_change import Misfit, first_misfit
 from airflow_cdc_provider.engine.core.errors import CdcError, values_hidden
+from airflow_cdc_provider.engine.core.lsn import LOG_END, Lsn
 from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.core.row_changes import Changes
 from airflow_cdc_provider.engine.core.table import Table
@@ -33,8 +34,6 @@ from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import Piece
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
-END = (1 << 63) - 1
-"""Beyond every LSN."""
 PIECE = ("start", "end", "index", "piece", "deposit")
 """The columns of :class:`.spark_source.PostgresCdcSource` that say what is to be staged."""
 
@@ -72,11 +71,11 @@ class Stage:
     epoch: int
     targets: tuple[Target, ...]
     filters: dict[str, TableFilter]
-    high: int
+    high: Lsn
     source_dsn: str = field(repr=False)
     transform: RowTransform
     since: int = 0
-    before: int = END
+    before: Lsn = LOG_END
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         failed = False
@@ -165,7 +164,7 @@ class Stage:
         )
 
 
-def open_filters(record: Record, applied: int) -> dict[str, TableFilter]:
+def open_filters(record: Record, applied: Lsn) -> dict[str, TableFilter]:
     """The filters that still matter: a read sees nothing that committed after its H.
 
     Those that do not must be left out, since transaction ids can be compared only within 2^31 of each other.

@@ -19,6 +19,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.core.errors import CdcError, StreamFailed, TableLocked
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, row
@@ -63,7 +64,7 @@ class StreamJob:
         self._seen: Passage | None = None
         self._unseen: str | None = None
 
-    def follow(self, target: int | None) -> StreamProgress:
+    def follow(self, target: Lsn | None) -> StreamProgress:
         """Apply the log until everything up to ``target`` is durable, or for ever when ``None``.
 
         :returns: what was done. Ends early when the run is asked to stop.
@@ -72,7 +73,7 @@ class StreamJob:
         with meeting_place() as directory, self._handout.serving(directory, self._run.lag.idle):
             return self._follow(self._start(directory), target)
 
-    def _follow(self, query: StreamingQuery, target: int | None) -> StreamProgress:
+    def _follow(self, query: StreamingQuery, target: Lsn | None) -> StreamProgress:
         try:
             with self._batches.watched(query):
                 try:
@@ -90,7 +91,7 @@ class StreamJob:
             raise self._units.refusal
         return self._progress()
 
-    def _watch(self, query: StreamingQuery, target: int | None) -> None:
+    def _watch(self, query: StreamingQuery, target: Lsn | None) -> None:
         """Do what goes on beside the batches, until the target is applied and acknowledged."""
         beat = time.monotonic()
         with connected(postgres_settings(self._pipeline).dsn, settings={"synchronous_commit": "local"}) as source:

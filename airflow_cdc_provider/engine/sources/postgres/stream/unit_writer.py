@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.changes.redefinition import has_other_keys, has
 from airflow_cdc_provider.engine.changes.schema_change import Adopt, Misfit, Refuse
 from airflow_cdc_provider.engine.core.errors import CdcError, StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_END, LOG_START, Lsn, format_lsn
 from airflow_cdc_provider.engine.core.record import Record, Target, target_of
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
@@ -36,7 +36,7 @@ from airflow_cdc_provider.engine.sources.postgres.settings import postgres_setti
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
 from airflow_cdc_provider.engine.sources.postgres.stream.schema_following import SchemaFollowing
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import END, Stage, Unplaced, open_filters
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage, Unplaced, open_filters
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 
 # Each staging after a re-read can ask for other rows: those that moved from the ones that were read.
@@ -68,10 +68,10 @@ class Units(SchemaFollowing):
         self._handout = handout
         self._plain = True
         self._parts: list[StagedPiece] = []
-        self._since = 0
+        self._since = LOG_START
         handout.offers.append(self._next)
 
-    def now(self) -> int:
+    def now(self) -> Lsn:
         """The applied LSN of the moment."""
         return self.applied
 
@@ -80,7 +80,7 @@ class Units(SchemaFollowing):
         """Whether a transaction is staged of which parts are still to come."""
         return bool(self._parts)
 
-    def done(self, target: int | None) -> bool:
+    def done(self, target: Lsn | None) -> bool:
         """Whether everything up to ``target`` is durable, DDL included, or the stream cannot go on."""
         looked = bool(self._catalog) and self._drift is None
         reached = target is not None and self.applied >= target and looked
@@ -117,7 +117,7 @@ class Units(SchemaFollowing):
             waiting = self._settle() or waiting
         self._wait_for(waiting)
 
-    def _unit(self, pieces: DataFrame, before: int | None) -> None:
+    def _unit(self, pieces: DataFrame, before: Lsn | None) -> None:
         """Bring the batch into the sink, or those of its transactions whose commit record lies before an LSN.
 
         :raises _RelationChanged: when nothing was committed, as there are changes in another format.
@@ -125,7 +125,7 @@ class Units(SchemaFollowing):
         with self._ahead(before) or nullcontext() as ahead:
             self._stage_and_commit(pieces, before, ahead)
 
-    def _stage_and_commit(self, pieces: DataFrame, before: int | None, ahead: Ahead | None) -> None:
+    def _stage_and_commit(self, pieces: DataFrame, before: Lsn | None, ahead: Ahead | None) -> None:
         staged = self._stage(pieces, before, ahead)
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
@@ -159,9 +159,9 @@ class Units(SchemaFollowing):
 
     def _next(self) -> Stage:
         """How the batch that comes next would be staged, if nothing is changed before."""
-        return self._work(self.applied, END)
+        return self._work(self.applied, LOG_END)
 
-    def _work(self, since: int, before: int) -> Stage:
+    def _work(self, since: Lsn, before: Lsn) -> Stage:
         filters = open_filters(self.record, self.applied)
         return Stage(
             self.run.sink,
@@ -176,7 +176,7 @@ class Units(SchemaFollowing):
             before,
         )
 
-    def _ahead(self, before: int | None) -> Ahead | None:
+    def _ahead(self, before: Lsn | None) -> Ahead | None:
         """What applies a unit while it is staged: that of a whole batch, if the sink can, and the one before let it."""
         run, sink, applied = self.run, self.run.sink, self.applied
         if before is not None or self._parts or not isinstance(sink, Eager):
@@ -202,8 +202,8 @@ class Units(SchemaFollowing):
             return []
         return [target for target in self.record.targets if has_silent_identity(target.table)]
 
-    def _stage(self, pieces: DataFrame, before: int | None, ahead: Ahead | None) -> list[StagedPiece]:
-        work = self._work(self._since, END if before is None else before)
+    def _stage(self, pieces: DataFrame, before: Lsn | None, ahead: Ahead | None) -> list[StagedPiece]:
+        work = self._work(self._since, LOG_END if before is None else before)
         messages = self._handout.stage(pieces, work, ahead.hear if ahead is not None else None)
         if ahead is not None and not all(isinstance(message, StagedPiece) for message in messages):
             ahead.call_off()
@@ -261,7 +261,7 @@ class Units(SchemaFollowing):
             raise _torn()
         self._insist(partial(self._change, target, verdict), misfit.label)
 
-    def _commit(self, start: int, end: int, unit: list[StagedPiece], ahead: Ahead | None) -> bool:
+    def _commit(self, start: Lsn, end: Lsn, unit: list[StagedPiece], ahead: Ahead | None) -> bool:
         """Commit a unit; false when rows had to be read again, so that it must be staged anew."""
         split = frozenset[str]().union(*(piece.split_truncates for piece in unit))
         try:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn, format_lsn
 from airflow_cdc_provider.engine.core.row_changes import Changes, Flags, Ints, Octets, Relation, RelationColumn
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput_tuples import tuples
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput_wire import REPORT, Wire, int32, octet, refuse
@@ -123,7 +123,7 @@ def _rows(wire: Wire, opened: OpenTransaction | None) -> _Rows:
     refuse(wrong, lambda i: f"{wire.name(truncates[i])} has not the form that {listed[i]} relations need")
 
     # Of each transaction, where the first is the one that was open.
-    first, at = opened or OpenTransaction(0, 0, 0, 0), wire.start[begins]
+    first, at = opened or OpenTransaction(0, LOG_START, 0, 0), wire.start[begins]
     commit_lsn = np.append(first.commit_lsn, wire.read(">i8", at + 1))
     commit_ts = np.append(first.commit_ts, wire.read(">i8", at + 9) + _EPOCH)
     xid = np.append(first.xid, wire.read(">u4", at + 17))
@@ -190,7 +190,7 @@ def _changes(wire: Wire, relation: Relation, rows: _Rows) -> Changes:
 
     def name(i: int) -> str:
         change = f"{chr(rows.op[i])!r} of {relation.schema}.{relation.name}"
-        commit = format_lsn(int(rows.commit_lsn[i]))
+        commit = format_lsn(Lsn(int(rows.commit_lsn[i])))
         return f"message {rows.order[i]} of the piece ({change} in transaction {rows.xid[i]}, committed at {commit})"
 
     inserted, updated, deleted = (rows.op == op for op in b"iud")

@@ -19,7 +19,7 @@ from operator import itemgetter
 import numpy as np
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
-from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.postgres.slots import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import OpenTransaction, Piece
 
@@ -47,7 +47,7 @@ class Position:
         ``lsn`` have been passed.
     """
 
-    lsn: int
+    lsn: Lsn
     block: int = 0
 
     @classmethod
@@ -121,7 +121,7 @@ class Buffer:
         self._begin = _Mark(0, 0)
         self._committed: _Mark | None = None
         self._committed_at = _NEVER
-        self._committed_lsn = 0
+        self._committed_lsn = LOG_START
         self._committed_relations = relations
 
     def extend(self, messages: Sequence[bytes | memoryview]) -> None:
@@ -200,7 +200,7 @@ class Buffer:
         if self._size >= self._block_bytes:
             self._seal_open()
 
-    def _commit(self, lsn: int, end_lsn: int) -> None:
+    def _commit(self, lsn: Lsn, end_lsn: Lsn) -> None:
         begun = self._transaction.commit_lsn if self._transaction is not None else None
         if lsn != begun or not 0 < end_lsn - lsn < _LONGEST_COMMIT:
             raise ProtocolError(
@@ -230,7 +230,7 @@ class Buffer:
         self._data.seek(self._size)
         self._data.truncate()
 
-    def keepalive(self, wal_end: int) -> None:
+    def keepalive(self, wal_end: Lsn) -> None:
         """Note a keepalive: between transactions it stands for everything before it in the byte stream."""
         if self._transaction is None:
             self.position = max(self.position, wal_end)
@@ -311,7 +311,7 @@ class Buffer:
             return self._end
         return after
 
-    def passed(self, after: Position) -> int | None:
+    def passed(self, after: Position) -> Lsn | None:
         """Return the LSN up to which nothing with content follows ``after``; ``None`` when something does."""
         idle = self._transaction is None and not self._lengths and self._end <= after
         return max(self.position, after.lsn) if idle else None

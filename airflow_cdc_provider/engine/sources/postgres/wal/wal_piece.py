@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.core.row_changes import Bytes
 
 
@@ -18,7 +19,7 @@ class OpenTransaction:
     """The transaction that a piece begins inside of, as in :class:`Changes`; ``seq`` is that of its last row change."""
 
     xid: int
-    commit_lsn: int
+    commit_lsn: Lsn
     commit_ts: int
     seq: int
 

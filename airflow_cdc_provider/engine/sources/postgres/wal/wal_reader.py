@@ -28,6 +28,7 @@ import psycopg
 from psycopg.pq.abc import PGconn
 
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, StreamFailed
+from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
 from airflow_cdc_provider.engine.postgres.replication import open_replication, replication_failure
@@ -74,7 +75,7 @@ class WalReader:
         dsn: str,
         slot: str,
         publication: str,
-        start: int,
+        start: Lsn,
         *,
         origin: Origin | None = None,
         block_bytes: int = 8 << 20,
@@ -140,14 +141,14 @@ class WalReader:
                 self._check()
             return end
 
-    def reach(self, lsn: int) -> Position:
+    def reach(self, lsn: Lsn) -> Position:
         """Wait until the log has been read up to ``lsn`` or the buffer is full; return the last commit that came."""
         with self._changed:
             while self._buffer.position < lsn and self._buffer.bytes < self._buffer_bytes:
                 self._await_log()
             return self._buffer.seal()
 
-    def passed(self, after: Position) -> int | None:
+    def passed(self, after: Position) -> Lsn | None:
         """See :meth:`Buffer.passed`."""
         with self._changed:
             return self._buffer.passed(after)

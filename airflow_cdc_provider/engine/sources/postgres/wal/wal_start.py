@@ -9,7 +9,7 @@ from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from airflow_cdc_provider.engine.core.errors import StreamFailed
-from airflow_cdc_provider.engine.core.lsn import format_lsn
+from airflow_cdc_provider.engine.core.lsn import Lsn, format_lsn
 from airflow_cdc_provider.engine.postgres.connection import (
     Connection,
     describe,
@@ -37,7 +37,7 @@ def require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
     return int(pid)
 
 
-def require_slot(control: Connection, dsn: str, slot: str, pid: int, start: int) -> None:
+def require_slot(control: Connection, dsn: str, slot: str, pid: int, start: Lsn) -> None:
     """Look at the slot now that it is ours, so that nobody can move it any more: since the gate somebody may have.
 
     Postgres forwards a start that is behind the slot without a word.
@@ -68,7 +68,7 @@ def narrowed(connection: PGconn) -> bool:
     return True
 
 
-def start_replication(connection: PGconn, slot: str, publication: str, start: int) -> None:
+def start_replication(connection: PGconn, slot: str, publication: str, start: Lsn) -> None:
     name = '"' + publication.replace('"', '""') + '"'
     names = "'" + name.replace("'", "''") + "'"
     command = (
