@@ -26,12 +26,12 @@ from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.slots import read_identity
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunks
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
@@ -219,7 +219,7 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
         meeting = Meeting.of(lab.spark, directory)
         clock = Clock(backlog, slot)
         with connected(dsn) as source:
-            origin = Origin.of(read_identity(source, slot, PUBLICATION).to_dict())
+            origin = RecordedSlot(read_identity(source, slot, PUBLICATION), False).origin
         options = SourceOptions(
             dsn,
             slot,

@@ -13,6 +13,7 @@ from psycopg import sql
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
@@ -60,16 +61,19 @@ def test_partitions_are_one_table_in_the_order_of_the_log(databases: Databases, 
     pipeline.assert_equal("public.p")
 
 
-@pytest.mark.parametrize("command", [commands.provision, commands.start_over])
-def test_a_record_that_was_made_with_topics_is_refused(
+@pytest.mark.parametrize("command", [commands.provision, commands.start_over, commands.drop])
+def test_a_record_that_another_kind_of_source_has_made_is_refused(
     databases: Databases, tmp_path: Path, command: Callable[[Pipeline], object]
 ) -> None:
     """Also where the state says nothing of it."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source(TABLE)
-    sink_of(pipeline.pipeline).prepare([], [], {"mode": "mirror", "cluster": "elsewhere"}, 0)
-    with pytest.raises(ConfigError, match="has been provisioned with topics of Kafka"):
+    sink = sink_of(pipeline.pipeline)
+    sink.prepare([], [], {"source": "kafka", "mode": "mirror"}, LOG_START)
+    with pytest.raises(ConfigError, match="has been provisioned with 'kafka'"):
         command(pipeline.pipeline)
+    assert sink.record() is not None
+    assert "'kafka'" in commands.status(pipeline.pipeline)["attention"]["message"]
 
 
 def test_truncating_one_partition_leaves_the_others(databases: Databases, tmp_path: Path) -> None:

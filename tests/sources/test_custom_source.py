@@ -19,10 +19,11 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core import failpoint
 from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, Fenced, GateClosed
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.registry import types
-from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.contract import source_of
@@ -152,6 +153,15 @@ def test_what_cannot_be_gone_on_with_is_refused(pipeline: JournalUnderTest) -> N
     pipeline.journal.unlink()
     with pytest.raises(ConnectionFailed, match="cannot be read"):
         commands.provision(pipeline.pipeline)
+
+
+def test_a_pipeline_over_tables_is_not_dropped_by_that_of_a_journal(pipeline: JournalUnderTest) -> None:
+    """Its slot would stay, and keep the log of its server."""
+    sink = sink_of(pipeline.pipeline)
+    sink.prepare([], [], {"source": "postgres", "mode": "mirror"}, LOG_START)
+    with pytest.raises(ConfigError, match="has been provisioned with 'postgres'"):
+        commands.drop(pipeline.pipeline)
+    assert sink.record() is not None
 
 
 def test_a_file_of_before_is_noticed_at_every_start(pipeline: JournalUnderTest) -> None:

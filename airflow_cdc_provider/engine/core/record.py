@@ -73,7 +73,7 @@ class Record:
     :param epoch: number of the run that may commit.
     :param applied: end LSN of the last transaction applied.
     :param advanced: when that was, in seconds since 1970 by the sink's clock.
-    :param identity: what the source was when the slot was made.
+    :param identity: the kind of source, the mode, and what the source has noted of itself, see :func:`noted_by`.
     :param chunks: finished and unfinished chunks and re-reads, by table and index.
     """
 
@@ -114,6 +114,21 @@ class Record:
 
 
 Mode: TypeAlias = Literal["mirror", "changelog"]
+
+
+def noted_by(source: str, identity: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a kind of source has noted in a record, for that kind alone to read.
+
+    :param source: its name in ``source.type``.
+    :param identity: of the record, or of its copy.
+    :raises ConfigError: when another kind has filled the sink: the file may not change it.
+    """
+    if identity["source"] != source:
+        raise ConfigError(
+            f"source.type: {source!r}, but the pipeline of this name has been provisioned with {identity['source']!r}",
+            "Put the source back, or use another pipeline name for the other source.",
+        )
+    return identity
 
 
 def target_of(record: Record, label: str) -> Target:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,8 +16,8 @@ MESSAGE_PREFIX = "airflow_cdc"
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What a source is, recorded when the slot is made.
+class SlotIdentity:
+    """Which slot of which server is read, and by which publication.
 
     :param system: ``system_identifier`` of the cluster.
     :param timeline: timeline of its log.
@@ -33,9 +33,6 @@ class Identity:
     slot: str
     publication: int
     publication_version: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ def is_ours(connection: Connection, state: SlotState) -> bool:
     return state.plugin == "pgoutput" and state.database == scalar(connection, "SELECT current_database()")
 
 
-def read_identity(connection: Connection, slot: str, publication: str) -> Identity:
+def read_identity(connection: Connection, slot: str, publication: str) -> SlotIdentity:
     """Read what the source is now."""
     system, timeline, database, oid, version = row(
         connection,
@@ -136,7 +133,7 @@ def read_identity(connection: Connection, slot: str, publication: str) -> Identi
         " (SELECT xmin::text::bigint FROM pg_publication WHERE pubname = %s)",
         [publication, publication],
     )
-    return Identity(system, timeline, database, slot, oid or 0, version or 0)
+    return SlotIdentity(system, timeline, database, slot, oid or 0, version or 0)
 
 
 def flushed(connection: Connection) -> Lsn:

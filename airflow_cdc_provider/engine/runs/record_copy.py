@@ -22,14 +22,13 @@ from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from airflow_cdc_provider.engine.state.location import take
 
 _FILE = "ledger.json"
-_KEPT = ("slot", "created_publication")
 
 
 @dataclass(frozen=True)
 class Ledger:
     """What a pipeline was, as far as the state tells.
 
-    :param identity: of the record's, the slot, the mode, and whether the publication was created by the pipeline.
+    :param identity: the record's.
     :param targets: by label of the source table, schema and name of its target.
     """
 
@@ -52,7 +51,7 @@ def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
     known = [sink["sink"] for sink in sinks]
     before = (state.read_sound(_FILE, _as_ledger) or {}).get("sinks", [])
     made = {
-        "identity": {name: record.identity[name] for name in _KEPT if name in record.identity},
+        "identity": dict(record.identity),
         "sinks": [*sinks, *(sink for sink in before if sink["sink"] not in known)],
         "epoch": record.epoch,
     }

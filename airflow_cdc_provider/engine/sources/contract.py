@@ -117,19 +117,14 @@ class Source(AttachedSource, Protocol):
         :raises SparkUnusable: when Spark lacks it.
         """
 
-    def require_recorded(self, record: Record) -> None:
-        """Refuse a record that was made with a source of another kind.
-
-        :raises ConfigError: naming both.
-        """
-
     def require_continuation(self, records: Sequence[Record]) -> str:
         """Check that the source can continue what the sinks have.
 
         :param records: the commit records of the sinks that have one.
         :returns: a sentence.
         :raises GateClosed: naming what differs and the repair.
-        :raises ConfigError: when the pipeline file leaves out what has been read.
+        :raises ConfigError: when a record was made with a source of another kind, or the pipeline file leaves out what
+            has been read.
         """
 
     # -- commands -----------------------------------------------------------------------------------
@@ -190,9 +185,10 @@ class Source(AttachedSource, Protocol):
         :raises ConfigError: when the source cannot; naming the command.
         """
 
-    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Record:
+    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Mapping[str, Any]:
         """Note messages that are passed over from here on in the sinks' records.
 
+        :returns: as JSON values, ``epoch`` and all that are ``skipped`` by now.
         :raises ConfigError: when the source has no messages, or these cannot be passed over.
         """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError, SlotBudgetExceeded
 from airflow_cdc_provider.engine.core.findings import Finding
-from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.record import Record, Target, noted_by
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs.commit_records import (
@@ -153,7 +153,7 @@ class ReadOnlySource:
             " `airflow-cdc run`.",
         )
 
-    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Record:
+    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Mapping[str, Any]:
         """See :meth:`.Source.skip`.
 
         :raises ConfigError: in any case.
@@ -168,6 +168,8 @@ class ReadOnlySource:
         pipeline, state = self.pipeline, State(self.pipeline.state)
         refuse_others(state, pipeline.name)
         record = record_if_any(pipeline)
+        if record is not None:
+            noted_by(pipeline.source.type, record.identity)  # another kind may have left something at its source
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         forget_ledger(state)
         commit_record_of(pipeline).drop()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.kafka.topic import Topic
-from airflow_cdc_provider.engine.sources.kafka.position import Found, Position, foremost, goes_on, with_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import Found, RecordedTopics, foremost, goes_on, with_truncates
 from airflow_cdc_provider.engine.sources.kafka.topics import behind, reached, with_all
 
-POSITION = Position(0, "cluster", {"t": {"0": 0}}, {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
+POSITION = RecordedTopics(0, "cluster", {"t": {"0": 0}}, {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
 CRASHES = ("batch", "crash when planned", "crash between sinks", "crash when committed")
 STEPS = (*CRASHES, "lose", "copy", "restore checkpoint", "restore sinks", "restore a sink")
 
@@ -24,7 +24,7 @@ STEPS = (*CRASHES, "lose", "copy", "restore checkpoint", "restore sinks", "resto
 class Sink:
     """Its record, and the messages that it has."""
 
-    position: Position
+    position: RecordedTopics
     messages: list[int] = field(default_factory=list)
 
     @property
@@ -36,7 +36,7 @@ class Sink:
         if self.position.applied >= unit:
             return
         assert self.position.applied == unit - 1, "the sink refuses the unit"
-        noted = Position.noted({"t": {"0": offset}}, checkpoint, base, {"t": "id"})
+        noted = RecordedTopics.noted({"t": {"0": offset}}, checkpoint, base, {"t": "id"})
         self.position = replace(self.position, applied=unit, **noted)
         self.messages += messages
 
@@ -51,7 +51,7 @@ class Checkpoint:
     committed: int = -1
     state: list[int] = field(default_factory=list)
 
-    def found(self, position: Position) -> Found:
+    def found(self, position: RecordedTopics) -> Found:
         last = position.applied - position.base - 1
         known = self.id == position.checkpoint and 0 <= last < len(self.planned)
         offsets = {"t": {"0": self.planned[last]}} if known else None
@@ -156,10 +156,10 @@ def test_a_source_that_cannot_go_on_is_refused() -> None:
             position.require_source(cluster, topics, beginnings, ends)
 
 
-def test_the_record_of_a_pipeline_over_tables_is_refused() -> None:
-    record = Record(1, 0, 0.0, {"slot": "s"}, (), ())
-    with pytest.raises(ConfigError, match="source of tables"):
-        Position.of(record)
+def test_the_record_of_another_kind_of_source_is_refused() -> None:
+    record = Record(1, 0, 0.0, {"source": "postgres"}, (), ())
+    with pytest.raises(ConfigError, match="provisioned with 'postgres'"):
+        RecordedTopics.of(record)
 
 
 def test_offsets_are_held_against_each_other() -> None:

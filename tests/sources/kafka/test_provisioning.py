@@ -12,6 +12,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
+from airflow_cdc_provider.engine.runs.sink_checks import identity_of
 from airflow_cdc_provider.engine.sources.kafka import provisioning
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
@@ -31,7 +32,7 @@ def test_units_of_numbers_for_times_may_be_added_to_a_query_with_state_and_are_n
         for number, (name, kind, oid) in enumerate((("id", "bigint", 20), ("at", "timestamp with time zone", 1184)), 1)
     )
     table = Table(1, "public", "t", columns, ("id",), "d", None, (Leaf(1, "public", "t"),), "r", 2)
-    identity = provisioning._first_position(pipeline.pipeline, stateful=True) | {"mode": "mirror"}
+    identity = identity_of(pipeline.pipeline, provisioning._first_notes(pipeline.pipeline, stateful=True))
     sink_of(pipeline.pipeline).prepare([Target(table, "public", "t")], [], identity, 0)
 
     def provisioned(**epochs: str) -> Any:

@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
-from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.query import Shape
 from airflow_cdc_provider.engine.sources.kafka.verify import _Remaining, _way_of
 from local_servers.kafka import KafkaServer
@@ -178,7 +178,7 @@ def test_events_up_to_the_last_truncate_are_left_out() -> None:
         pa.RecordBatch.from_pydict(dict(zip(names, map(list, zip(*some, strict=True)), strict=True)))
         for some in (events[:3], events[3:])
     ]
-    before = Position(0, "cluster", {}, {}, {}, {}, False, None, 0)
+    before = RecordedTopics(0, "cluster", {}, {}, {}, {}, False, None, 0)
     target = Target(Table(1, "public", "t", (), (), "f", None, (), "r", 0), "public", "t")
     for position, ids in ((replace(before, truncated={"t": {"0": 3}}), ["5", "6"]), (before, [e[3] for e in events])):
         remaining = _Remaining(lambda *given: iter(batches), lambda position=position: position)

@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.sinks.contract import Rehearsing
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.culprits import Culprit, Part, culprits, tipping
-from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted, without
@@ -96,7 +96,7 @@ class Blame:
     run: Run
     source: TopicSettings
     table: Table
-    position: Position
+    position: RecordedTopics
     _numbers: Iterator[int] = field(default_factory=count)
 
     def verdict(self, failure: Exception, start: Callable[[], Offsets], end: Offsets, unit: int) -> CdcError | None:

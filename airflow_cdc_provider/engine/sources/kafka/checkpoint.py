@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, StateUnwritable, StreamFailed
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sources.kafka.position import Found, Position
+from airflow_cdc_provider.engine.sources.kafka.position import Found, RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
 from airflow_cdc_provider.engine.state.files import SPARKS
 from airflow_cdc_provider.engine.state.private_files import make_folder
@@ -49,7 +49,7 @@ class Checkpoint:
         text = self._read("metadata")
         return None if text is None else str(json.loads(text)["id"])
 
-    def find(self, position: Position) -> Found:
+    def find(self, position: RecordedTopics) -> Found:
         """What stands there of a pipeline."""
         id_ = self.id()
         if id_ is None:

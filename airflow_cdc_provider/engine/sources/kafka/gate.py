@@ -5,12 +5,12 @@ from __future__ import annotations
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind
 
 
-def pass_gate(topics: Topics, position: Position) -> Offsets:
+def pass_gate(topics: Topics, position: RecordedTopics) -> Offsets:
     """Check that the topics still have what comes after the record's offsets.
 
     :returns: the ends of all topics that are read by now, open transactions and what stands behind them included.
@@ -43,6 +43,6 @@ def lag_of(pipeline: Pipeline, record: Record | None) -> dict[str, int | None]:
     readable, written = topics.ends(named), topics.written_ends(named)
     if record is None:
         return {"lag_messages": None, "held_messages": None}
-    offsets = Position.of(record).offsets
+    offsets = RecordedTopics.of(record).offsets
     lag = behind(offsets, written)
     return {"lag_messages": lag, "held_messages": lag - behind(offsets, readable)}

@@ -16,9 +16,9 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
+from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.lsn import LogPosition
-from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.record import Record, noted_by
 from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, skips_of
@@ -36,7 +36,7 @@ REPAIR = (
 
 
 @dataclass(frozen=True)
-class Position:
+class RecordedTopics:
     """What the record says.
 
     :param applied: number of the last unit.
@@ -65,44 +65,34 @@ class Position:
     truncated: Offsets = field(default_factory=dict)
 
     @classmethod
-    def of(cls, record: Record) -> Position:
+    def of(cls, record: Record) -> RecordedTopics:
         """Read it.
 
-        :raises ConfigError: when it is that of a pipeline over tables.
+        :raises ConfigError: when it is that of another kind of source.
         """
-        identity = record.identity
-        if not cls.is_in(record):
-            raise ConfigError(
-                "source.type: 'kafka', but the pipeline of this name has been provisioned with a source of tables",
-                "Put the source back, or use another pipeline name for the topics.",
-            )
+        noted = noted_by("kafka", record.identity)
         return cls(
             record.applied,
-            identity["cluster"],
-            identity["begun"],
-            identity["offsets"],
-            identity["topics"],
-            identity["query"],
-            identity["stateful"],
-            identity["checkpoint"],
-            identity["base"],
-            skips_of(identity),
-            tuple(identity.get("truncates", ())),
-            identity.get("truncated", {}),
+            noted["cluster"],
+            noted["begun"],
+            noted["offsets"],
+            noted["topics"],
+            noted["query"],
+            noted["stateful"],
+            noted["checkpoint"],
+            noted["base"],
+            skips_of(noted),
+            tuple(noted.get("truncates", ())),
+            noted.get("truncated", {}),
         )
-
-    @staticmethod
-    def is_in(record: Record) -> bool:
-        """Return whether a record was made with topics."""
-        return "cluster" in record.identity
 
     @property
     def floors(self) -> Offsets:
         """The offsets up to which messages are of before a truncate."""
         return self.truncates[-1] if self.truncates else self.truncated
 
-    def to_identity(self) -> dict[str, Any]:
-        """The record's ``identity``, but for what is of the sink."""
+    def to_notes(self) -> dict[str, Any]:
+        """What is noted in the record."""
         return {name: value for name, value in asdict(self).items() if name != "applied"}
 
     def require_source(self, cluster: str, topics: Collection[Topic], beginnings: Offsets, ends: Offsets) -> None:
@@ -163,7 +153,7 @@ class Found:
     offsets: Offsets | None = None
 
 
-def goes_on(positions: Collection[Position], found: Found, place: str) -> bool:
+def goes_on(positions: Collection[RecordedTopics], found: Found, place: str) -> bool:
     """Whether the query goes on with a checkpoint; otherwise it begins with another one, at the records' offsets.
 
     Nothing but the records is needed for that, unless the query has state, which the checkpoint keeps, or a unit is in
@@ -201,7 +191,7 @@ def goes_on(positions: Collection[Position], found: Found, place: str) -> bool:
     return False
 
 
-def foremost(positions: Collection[Position]) -> Position:
+def foremost(positions: Collection[RecordedTopics]) -> RecordedTopics:
     """Of a pipeline's sinks the one that has most: those that lack its last unit may not know the checkpoint yet."""
     return max(positions, key=lambda position: position.applied)
 
@@ -210,7 +200,7 @@ def with_truncates(offsets: Offsets, floors: Offsets) -> Offsets:
     """Return how far messages have been looked at once a unit ends: up to a truncate, also where that stands behind it.
 
     :param offsets: at which the unit ends.
-    :param floors: see :attr:`Position.floors`.
+    :param floors: see :attr:`RecordedTopics.floors`.
     """
     reached = {topic: dict(found) for topic, found in offsets.items()}
     for topic, found in floors.items():
@@ -222,7 +212,7 @@ def with_truncates(offsets: Offsets, floors: Offsets) -> Offsets:
 def behind_truncates(raw: DataFrame, floors: Offsets) -> DataFrame:
     """Leave out of what is read of topics what a truncate has taken, and the truncate itself.
 
-    :param floors: see :attr:`Position.floors`.
+    :param floors: see :attr:`RecordedTopics.floors`.
     """
     from pyspark.sql import functions as f
 

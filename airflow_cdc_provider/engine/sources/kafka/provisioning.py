@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
 from airflow_cdc_provider.engine.core.lsn import LOG_START
-from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.record import Record, noted_by
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
@@ -25,9 +25,15 @@ from airflow_cdc_provider.engine.runs.commit_records import (
 )
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
-from airflow_cdc_provider.engine.runs.sink_checks import check_targets, require_mode, target_for, target_name
+from airflow_cdc_provider.engine.runs.sink_checks import (
+    check_targets,
+    identity_of,
+    require_mode,
+    target_for,
+    target_name,
+)
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
-from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.query_difference import text_difference
 from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted
@@ -99,7 +105,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
     for branch in pipeline.branches:
         own = existing_record(branch)
         require_targets(branch, sink_of(branch), own)
-        pass_gate(Topics(topic_settings(pipeline)), Position.of(own))
+        pass_gate(Topics(topic_settings(pipeline)), RecordedTopics.of(own))
     return record
 
 
@@ -116,9 +122,9 @@ def _begin(pipeline: Pipeline, new: Sequence[Pipeline], record: Record | None) -
         )
     table, stateful = _look_at_query(pipeline)
     require(_check_table(pipeline, table))
-    identity = _first_position(pipeline, stateful) if record is None else _without_mode(record.identity)
+    notes = _first_notes(pipeline, stateful) if record is None else noted_by("kafka", record.identity)
     for branch in new:
-        sink_of(branch).prepare([target_for(branch, table)], [], {**identity, "mode": branch.sink.mode}, LOG_START)
+        sink_of(branch).prepare([target_for(branch, table)], [], identity_of(branch, notes), LOG_START)
 
 
 def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:
@@ -130,19 +136,15 @@ def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:
     return shape.table, shape.stateful
 
 
-def _first_position(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
+def _first_notes(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
     source = topic_settings(pipeline)
     topics = Topics(source)
     named = topics.named()
     offsets = topics.beginnings(named) if source.starting == "earliest" else topics.ends(named)
     ids = {topic.name: topic.id for topic in named}
-    return Position(
+    return RecordedTopics(
         LOG_START, topics.cluster.id(), offsets, offsets, ids, _meaning(pipeline), stateful, None, 0
-    ).to_identity()
-
-
-def _without_mode(identity: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in identity.items() if name != "mode"}
+    ).to_notes()
 
 
 def _meaning(pipeline: Pipeline) -> Mapping[str, Any]:
@@ -158,7 +160,7 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
     :param meaning: see :func:`_meaning`, of the whole pipeline.
     :raises ConfigError: naming the key.
     """
-    position = Position.of(record)
+    position = RecordedTopics.of(record)
     require_mode(branch, record.identity)
     for target in record.targets:
         if (target.schema, target.name) != target_name(branch, target.table):
@@ -188,7 +190,7 @@ def _with_epochs(recorded: Mapping[str, Any], meaning: Mapping[str, Any]) -> Map
 
 def _note_epochs(branch: Pipeline, epoch: int, meaning: Mapping[str, Any]) -> None:
     """Record units of epochs that the file of a query with state has gained: from here on they are in what it keeps."""
-    position = Position.of(existing_record(branch))
+    position = RecordedTopics.of(existing_record(branch))
     query = _with_epochs(position.query, meaning)
     if position.stateful and query != position.query:
         sink_of(branch).note_source(epoch, {"query": query})
@@ -200,7 +202,7 @@ def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
     :raises ConfigError: when one is of no topic that is read, has been read, or is not there yet.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set.
     """
-    positions = [Position.of(existing_record(branch)) for branch in pipeline.branches]
+    positions = [RecordedTopics.of(existing_record(branch)) for branch in pipeline.branches]
     ends = Topics(topic_settings(pipeline)).written_ends()
     read = max(positions, key=lambda position: position.applied).offsets
     for each in skips:

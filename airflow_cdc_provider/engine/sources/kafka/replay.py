@@ -30,7 +30,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
-from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, without
@@ -62,7 +62,7 @@ class Reach:
 
 def reach_of(branch: Pipeline, checkpoint: Checkpoint) -> Reach:
     """How far a sink is by now."""
-    position = Position.of(existing_record(branch))
+    position = RecordedTopics.of(existing_record(branch))
     batch = position.applied - position.base - 1
     return Reach(position.offsets, 0 if batch < 0 else checkpoint.watermark(batch))
 
@@ -86,11 +86,11 @@ class Replay:
     late: bool
     until: Callable[[], Offsets]
     reach: Callable[[], Reach]
-    passed: Callable[[], Position]
+    passed: Callable[[], RecordedTopics]
     checkpoint: Checkpoint
 
     @classmethod
-    def of(cls, spark: SparkSession, topics: Topics, position: Position, checkpoint: Checkpoint) -> Replay:
+    def of(cls, spark: SparkSession, topics: Topics, position: RecordedTopics, checkpoint: Checkpoint) -> Replay:
         """That of all messages which a pipeline has read."""
         there = topics.beginnings(topics.described(position.offsets.keys()))
         begun = {

@@ -22,10 +22,10 @@ from airflow_cdc_provider.engine.sources.contract import (
 from airflow_cdc_provider.engine.sources.kafka import provisioning
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import lag_of, pass_gate
-from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.preflight import check
 from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
-from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import NOTED, Skip
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from airflow_cdc_provider.engine.sources.read_only import ReadOnlySource
 
@@ -75,14 +75,10 @@ class KafkaSource(ReadOnlySource):
         for branch in self.pipeline.branches:
             require_query(spark, self.pipeline, existing_record(branch))
 
-    def require_recorded(self, record: Record) -> None:
-        """See :meth:`.Source.require_recorded`; :meth:`.Position.of` refuses others."""
-        Position.of(record)
-
     def require_continuation(self, records: Sequence[Record]) -> str:
         """See :meth:`.Source.require_continuation`."""
-        for record in filter(Position.is_in, records):  # provisioning refuses the others
-            pass_gate(Topics(self.settings), Position.of(record))
+        for record in records:
+            pass_gate(Topics(self.settings), RecordedTopics.of(record))
         return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
 
     # -- commands -----------------------------------------------------------------------------------
@@ -111,10 +107,11 @@ class KafkaSource(ReadOnlySource):
 
         return verify(self.pipeline, live, tell)
 
-    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Record:
+    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Mapping[str, Any]:
         """See :meth:`.Source.skip`."""
         skips = [Skip(topic, partition, first, last, "passed over by hand") for first, last in offsets]
-        return provisioning.skip(self.pipeline, skips, takeover)
+        record = provisioning.skip(self.pipeline, skips, takeover)
+        return {"epoch": record.epoch, "skipped": record.identity[NOTED]}
 
     def forget(self) -> None:
         """See :meth:`.ReadOnlySource.forget`: Spark's checkpoint."""

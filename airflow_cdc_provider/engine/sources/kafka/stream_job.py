@@ -28,7 +28,13 @@ from airflow_cdc_provider.engine.sources.kafka.avro_texts import unknown_schemas
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
-from airflow_cdc_provider.engine.sources.kafka.position import Position, UnitNumber, behind_truncates, foremost, goes_on
+from airflow_cdc_provider.engine.sources.kafka.position import (
+    RecordedTopics,
+    UnitNumber,
+    behind_truncates,
+    foremost,
+    goes_on,
+)
 from airflow_cdc_provider.engine.sources.kafka.query import Shape, keeps_last, output_of, result, shape_of
 from airflow_cdc_provider.engine.sources.kafka.query_difference import table_difference
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
@@ -61,7 +67,7 @@ def follower(
     def has_reached(done: StreamProgress) -> bool:
         if goal is not None:
             records = map(existing_record, pipeline.branches)
-            return all(reached(Position.of(record).offsets, goal.written) for record in records)
+            return all(reached(RecordedTopics.of(record).offsets, goal.written) for record in records)
         return unit is not None and done.applied >= unit
 
     return follow, has_reached
@@ -149,12 +155,12 @@ class TopicJob:
     def _look_at_records(self) -> None:
         records = records_of(self._run)
         self._slowest = min(records, key=lambda record: record.applied)
-        self._positions = [Position.of(record) for record in records]
+        self._positions = [RecordedTopics.of(record) for record in records]
 
     def _start(self) -> StreamingQuery:
         # What was about to be noted in all sinks may be so in one only.
         skips = tuple(sorted({skip for position in self._positions for skip in position.skipped}))
-        slowest = Position.of(self._slowest)
+        slowest = RecordedTopics.of(self._slowest)
         truncates = max((p.truncates for p in self._positions if p.applied == slowest.applied), key=len)
         position = replace(slowest, skipped=skips, truncates=truncates)
         self._run.commit_record.sweep(self._run.epoch)
@@ -270,7 +276,7 @@ def require_query(spark: SparkSession, pipeline: Pipeline, record: Record) -> Sh
     """
     shape = shape_of(spark, pipeline)
     _require_same(pipeline.transform.table(shape.table), record.targets[0].table)
-    if shape.stateful != Position.of(record).stateful:
+    if shape.stateful != RecordedTopics.of(record).stateful:
         raise ConfigError(
             f"source.sql keeps {'state' if shape.stateful else 'no state'}, but the pipeline has been provisioned with"
             f" a query that keeps {'none' if shape.stateful else 'some'}",

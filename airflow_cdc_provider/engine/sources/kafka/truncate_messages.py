@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside, emptying, stage_effect, stage_rows
-from airflow_cdc_provider.engine.sources.kafka.position import Position, behind_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
@@ -59,7 +59,7 @@ class Truncates:
     run: Run
     source: TopicSettings
     table: Table
-    position: Position
+    position: RecordedTopics
     missed: Accumulator[frozenset[int]]
 
     @contextmanager

@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import Blame, stage_rows, unknown
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.message_order import require_unshuffled
-from airflow_cdc_provider.engine.sources.kafka.position import Position, UnitNumber, with_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, UnitNumber, with_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import lineage_in
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
@@ -64,7 +64,7 @@ class TopicUnits:
         self,
         spark: SparkSession,
         run: Run,
-        position: Position,
+        position: RecordedTopics,
         base: int,
         checkpoint: Checkpoint,
         missed: Accumulator[frozenset[int]],
@@ -103,7 +103,7 @@ class TopicUnits:
         started = time.monotonic()
         unit, offsets = UnitNumber(self._base + batch + 1), self._checkpoint.offsets(batch)
         self._missed.value = frozenset()
-        noted = Position.noted(offsets, self._checkpoint.id(), self._base, self._topics(offsets))
+        noted = RecordedTopics.noted(offsets, self._checkpoint.id(), self._base, self._topics(offsets))
         if self._in_order:
             require_unshuffled(rows)
         truncates = Truncates(self._spark, self._run, self._source, self._table, self.position, self._missed)

@@ -40,7 +40,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
-from airflow_cdc_provider.engine.sources.kafka.position import Position
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, shape_of
 from airflow_cdc_provider.engine.sources.kafka.replay import Replay, reach_of
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, Output, topic_settings
@@ -186,7 +186,7 @@ class _Remaining:
     """Leaves out the events of a changelog up to its last truncate, as the other side does with their messages."""
 
     rows: Rows
-    passed: Callable[[], Position]
+    passed: Callable[[], RecordedTopics]
 
     def __call__(self, target: Target, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
         if not self.passed().truncated:
@@ -218,8 +218,8 @@ class _Within:
             yield rowset.only([i for i, text in enumerate(rowset.key_texts) if text in there])
 
 
-def _position(branch: Pipeline) -> Position:
-    return Position.of(existing_record(branch))
+def _position(branch: Pipeline) -> RecordedTopics:
+    return RecordedTopics.of(existing_record(branch))
 
 
 def _read(branch: Pipeline) -> Offsets:

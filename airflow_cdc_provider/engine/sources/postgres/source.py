@@ -47,6 +47,7 @@ from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, no
 from airflow_cdc_provider.engine.sources.postgres.provision.preflight import check_tables
 from airflow_cdc_provider.engine.sources.postgres.provision.readiness import check_settings
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of, slot_session
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import RESNAPSHOT, STREAM
@@ -92,7 +93,7 @@ class PostgresSource:
     def take_epoch(self, record: Record, records: CommitRecord, owner: str) -> int:
         """See :meth:`.AttachedSource.take_epoch`."""
         # Of the record, not of the file: a slot that the file names by mistake is another's.
-        name = record.identity["slot"]
+        name = RecordedSlot.of(record.identity).identity.slot
         # Its session is opened before: one that cannot replicate must not end a run that can.
         with connected(self.settings.dsn) as source, slot_session(self.settings, source) as session:
             require_primary(source)
@@ -116,7 +117,7 @@ class PostgresSource:
             # without. One that has nothing to read leaves it alone, as a stream may be at work, and on the timeline
             # that stands there.
             reads = part == RESNAPSHOT or bool(record.unfinished)
-            if part == STREAM or (reads and "timeline" in passage.news(record)):
+            if part == STREAM or (reads and passage.has_moved(record)):
                 note_passage(sink, record, passage)
 
     def leave(self, epoch: int, sinks: Sequence[Sink]) -> None:
@@ -209,10 +210,6 @@ class PostgresSource:
                 " package of an object store by spark.jars.packages.",
             ) from e
 
-    def require_recorded(self, record: Record) -> None:
-        """See :meth:`.Source.require_recorded`."""
-        provisioning.require_tables(record.identity)
-
     def require_continuation(self, records: Sequence[Record]) -> str:
         """See :meth:`.Source.require_continuation`."""
         with connected(self.settings.dsn) as source:
@@ -220,7 +217,7 @@ class PostgresSource:
             return self._continues(source, records)
 
     def _continues(self, source: Connection, records: Sequence[Record]) -> str:
-        for record in filter(_is_ours, records):  # provisioning refuses the others
+        for record in records:
             if not self._complete(source, record):
                 gate(source, self.settings, record)
         return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
@@ -228,7 +225,7 @@ class PostgresSource:
     def _complete(self, source: Connection, record: Record) -> bool:
         """Return whether the pipeline was to copy only, and has done so and removed its slot."""
         copied = self.pipeline.snapshot.mode == "only" and record.consistent
-        return copied and slots.read_slot(source, record.identity["slot"]) is None
+        return copied and slots.read_slot(source, RecordedSlot.of(record.identity).identity.slot) is None
 
     # -- commands -----------------------------------------------------------------------------------
 
@@ -286,7 +283,7 @@ class PostgresSource:
         if not record.consistent:
             return False
         with connected(self.settings.dsn) as source:
-            return slots.read_slot(source, record.identity["slot"]) is None
+            return slots.read_slot(source, RecordedSlot.of(record.identity).identity.slot) is None
 
     def release(self, record: Record) -> None:
         """See :meth:`.Source.release`."""
@@ -320,7 +317,7 @@ class PostgresSource:
 
         return PostgresRereads(self.pipeline)
 
-    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Record:
+    def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> NoReturn:
         """See :meth:`.Source.skip`.
 
         :raises ConfigError: in any case.
@@ -333,11 +330,6 @@ class PostgresSource:
     def remove(self, takeover: bool, source_gone: bool) -> list[str]:
         """See :meth:`.Source.remove`: slot and publication, if the pipeline has made it."""
         return removal.remove(self.pipeline, takeover, source_gone)
-
-
-def _is_ours(record: Record) -> bool:
-    """Return whether a record was made with a source of this kind."""
-    return "slot" in record.identity
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.core.effect import ERASED, Effect
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.findings import Checks
 from airflow_cdc_provider.engine.core.lsn import LOG_END, LOG_START, LogPosition
-from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.record import Record, Target, noted_by
 from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
-from airflow_cdc_provider.engine.runs.sink_checks import require_mode, targets_of
+from airflow_cdc_provider.engine.runs.sink_checks import identity_of, require_mode, targets_of
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.contract import (
     CheckedSource,
@@ -61,7 +61,7 @@ class JournalSource(ReadOnlySource):
         self._journal = Journal(self._settings)
 
     @property
-    def _identity(self) -> dict[str, Any]:
+    def _notes(self) -> dict[str, Any]:
         return {"journal": self._settings.path, "table": self._settings.table}
 
     # -- before anything is touched -----------------------------------------------------------------
@@ -83,12 +83,13 @@ class JournalSource(ReadOnlySource):
                 )
         return "All sinks are mirrors."
 
-    def require_recorded(self, record: Record) -> None:
-        """See ``Source.require_recorded``."""
-        recorded = {name: record.identity.get(name) for name in self._identity}
-        if recorded != self._identity:
+    def _require_same(self, record: Record) -> None:
+        """Refuse a record that was filled from another table."""
+        noted = noted_by("journal", record.identity)
+        recorded = {name: noted[name] for name in self._notes}
+        if recorded != self._notes:
             raise ConfigError(
-                f"source: {self._identity}, but the pipeline of this name has been provisioned with {recorded}",
+                f"source: {self._notes}, but the pipeline of this name has been provisioned with {recorded}",
                 "Put the source back, or use another pipeline name.",
             )
 
@@ -97,7 +98,7 @@ class JournalSource(ReadOnlySource):
         table = self._journal.table()
         last = self._journal.last(table)
         for record in records:
-            self.require_recorded(record)
+            self._require_same(record)
             (target,) = record.targets
             if target.table != table:
                 names = [", ".join(column.name for column in each.columns) for each in (table, target.table)]
@@ -122,10 +123,10 @@ class JournalSource(ReadOnlySource):
         for branch in pipeline.branches:
             own = sink_of(branch).record()
             if own is None:
-                identity = {**self._identity, "mode": branch.sink.mode}
-                sink_of(branch).prepare(targets_of(branch, [self._journal.table()]), [], identity, LOG_START)
+                targets = targets_of(branch, [self._journal.table()])
+                sink_of(branch).prepare(targets, [], identity_of(branch, self._notes), LOG_START)
             else:
-                self.require_recorded(own)
+                self._require_same(own)
                 require_mode(branch, own.identity)
         epoch = take_epoch(pipeline, state, takeover)
         record = existing_record(pipeline)

@@ -19,11 +19,11 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import Found, find
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import TREE, TYPES, ancestors
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
-    entry_key,
     named_oids,
     published_entries,
     published_oids,
 )
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
 # Every entry of the catalog that a definition is made of, and the transaction that wrote it.
@@ -81,7 +81,8 @@ def look(
     entries = published_entries(
         connection, postgres_settings(pipeline).publication, [target.table for target in targets]
     )
-    altered = frozenset(key for key, entry in entries.items() if entry != record.identity.get(key))
+    recorded = RecordedSlot.of(record.identity).published
+    altered = frozenset(leaf for leaf, entry in entries.items() if entry != recorded.get(leaf))
     named = named_oids(connection, postgres_settings(pipeline).publication)
     above = ancestors(connection, [target.table.oid for target in targets])
     captured = {target.table.oid: target.table.label for target in record.targets}
@@ -120,7 +121,7 @@ def _attached(found: Found, roots: Sequence[str], table: Table) -> CannotFollow 
 
 
 def _now(
-    found: Found, published: frozenset[int], altered: frozenset[str], table: Table, pipeline: Pipeline
+    found: Found, published: frozenset[int], altered: frozenset[int], table: Table, pipeline: Pipeline
 ) -> Table | CdcError:
     label = table.label
     name = found.labels.get(table.oid)
@@ -150,7 +151,7 @@ def _now(
         return CannotFollow(
             f"{_names(lost)} is no longer in publication {publication!r}: changes are lost to the stream", again
         )
-    differ = [leaf for leaf in now.leaves if leaf.oid in recorded and entry_key(leaf) in altered]
+    differ = [leaf for leaf in now.leaves if leaf.oid in recorded and leaf.oid in altered]
     if differ:
         return CannotFollow(
             f"publication {publication!r} has been altered as to {_names(differ)}: it was taken out for a while, or"

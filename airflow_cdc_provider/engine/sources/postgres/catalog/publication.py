@@ -7,7 +7,6 @@ TRUNCATE of a partition is not sent at all.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from psycopg2 import sql
 
@@ -78,17 +77,12 @@ def named_oids(connection: Connection, publication: str) -> frozenset[int]:
     return frozenset(oid for (oid,) in rows(connection, query, [publication]))
 
 
-def entry_key(leaf: Leaf) -> str:
-    """The name under which the record's ``identity`` has the entries that publish a leaf."""
-    return f"published:{leaf.oid}"
-
-
-def published_entries(connection: Connection, publication: str, tables: Sequence[Table]) -> dict[str, str]:
+def published_entries(connection: Connection, publication: str, tables: Sequence[Table]) -> dict[int, str]:
     """The entries of the catalog that publish each leaf: oids, none where all tables are published.
 
     A table that leaves the publication and comes back, and one whose columns or condition are changed, get a new entry.
 
-    :returns: by :func:`entry_key`, to be kept in the record's ``identity``.
+    :returns: by the leaf's oid, to be noted in the record.
     """
     by_schema = (
         " UNION ALL SELECT s.oid, c.oid, s.pnpubid FROM pg_catalog.pg_publication_namespace s"
@@ -103,8 +97,8 @@ def published_entries(connection: Connection, publication: str, tables: Sequence
         " JOIN pg_catalog.pg_publication p ON p.oid = e.publication AND p.pubname = %s) ON e.relid = t.oid"
         " GROUP BY leaf"
     )
-    leaves = {leaf.oid: entry_key(leaf) for table in tables for leaf in table.leaves}
-    return {leaves[oid]: entries for oid, entries in rows(connection, query, [list(leaves), publication])}
+    leaves = [leaf.oid for table in tables for leaf in table.leaves]
+    return dict(rows(connection, query, [list(dict.fromkeys(leaves)), publication]))
 
 
 def published_otherwise(
@@ -154,8 +148,8 @@ def _same_rows(connection: Connection, leaf: Leaf, captured: str | None, publish
 
 
 def publish_anew(
-    connection: Connection, publication: str, before: Table | None, table: Table, recorded: Mapping[str, Any]
-) -> dict[str, str]:
+    connection: Connection, publication: str, before: Table | None, table: Table, recorded: Mapping[int, str]
+) -> dict[int, str]:
     """Publish a table that is going to be read whole, with the columns and condition of its rule.
 
     A publication of somebody else that has all of that, and maybe more columns, stays as it is.

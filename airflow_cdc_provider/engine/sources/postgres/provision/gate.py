@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import GateClosed
-from airflow_cdc_provider.engine.core.lsn import Lsn, format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.lsn import Lsn, format_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.postgres.connection import Connection, describe, scalar
-from airflow_cdc_provider.engine.postgres.slots import Identity, SlotState, flushed, is_ours, read_identity, read_slot
+from airflow_cdc_provider.engine.postgres.slots import (
+    SlotIdentity,
+    SlotState,
+    flushed,
+    is_ours,
+    read_identity,
+    read_slot,
+)
 from airflow_cdc_provider.engine.postgres.timeline import left_at, read_history
 from airflow_cdc_provider.engine.sinks.contract import Sink
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot, noted_seen, noted_timeline
 from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings
 
 log = logging.getLogger(__name__)
@@ -27,7 +35,6 @@ REPAIR = (
     "Run `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it recreates publication"
     " and slot and reads all tables again."
 )
-_SEEN = "slot_seen"
 _KEEP_MORE = "raise max_slot_wal_keep_size"
 _PREVENTION = {
     "idle_timeout": "raise idle_replication_slot_timeout",
@@ -47,25 +54,26 @@ class Passage:
     slot: SlotState
     timeline: int
 
+    def has_moved(self, record: Record) -> bool:
+        """Whether the source is on another timeline than the commit record knows."""
+        return self.timeline != RecordedSlot.of(record.identity).identity.timeline
+
     def news(self, record: Record) -> dict[str, Any]:
-        """What of it the commit record does not know yet, as values of its ``identity``.
+        """What of it the commit record does not know yet, as it is noted there.
 
         A server writes ``restart_lsn`` to its disk before anything follows from it, so that on the same timeline the
         slot is never seen below it again, not even after a crash; in a copy of the cluster taken earlier it is.
         """
-        news: dict[str, Any] = {}
-        moved = self.timeline != record.identity["timeline"]
-        if moved:
-            news["timeline"] = self.timeline
-        if moved or self.slot.restart_lsn > parse_lsn(record.identity.get(_SEEN, "0/0")):
-            news[_SEEN] = format_lsn(self.slot.restart_lsn)
-        return news
+        if self.has_moved(record):
+            return noted_timeline(self.timeline) | noted_seen(self.slot.restart_lsn)
+        seen = RecordedSlot.of(record.identity).seen
+        return noted_seen(self.slot.restart_lsn) if self.slot.restart_lsn > seen else {}
 
 
 def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
     """Record how the source has moved on.
 
-    :returns: what was recorded, as values of the record's ``identity``; empty without news.
+    :returns: what was recorded, as it stands there; empty without news.
     :raises Fenced: when another run has taken over.
     """
     news = passage.news(record)
@@ -100,18 +108,19 @@ def gate(
     state = read_slot(connection, source.slot)
     applied = record.applied if applied_now is None else applied_now()
     now = read_identity(connection, source.slot, source.publication)
-    _check_identity(record, source, now)
-    moved = now.timeline != record.identity["timeline"]
+    recorded = RecordedSlot.of(record.identity)
+    _check_identity(recorded.identity, source, now)
+    moved = now.timeline != recorded.identity.timeline
     _check_slot(connection, source, record, state, applied, f"timeline {now.timeline}" if moved else None)
     assert state is not None
     # The filters of chunks with H beyond it are needed too.
     needed = max(applied, record.high)
     if moved:
-        _check_timeline(source, record, now.timeline, needed)
-    elif state.restart_lsn < parse_lsn(record.identity.get(_SEEN, "0/0")):
+        _check_timeline(source, recorded.identity.timeline, now.timeline, needed)
+    elif state.restart_lsn < recorded.seen:
         raise GateClosed(
             f"slot {source.slot!r} has gone back to {format_lsn(state.restart_lsn)}, from"
-            f" {record.identity[_SEEN]}: the source has been restored from a copy, and what it has written since is"
+            f" {format_lsn(recorded.seen)}: the source has been restored from a copy, and what it has written since is"
             " not what the sink was filled from",
             REPAIR,
         )
@@ -125,28 +134,27 @@ def gate(
     return Passage(state, now.timeline)
 
 
-def _check_identity(record: Record, source: PostgresSourceSettings, now: Identity) -> None:
+def _check_identity(recorded: SlotIdentity, source: PostgresSourceSettings, now: SlotIdentity) -> None:
     """Check that this is the cluster and database that the sink was filled from, and that the file names our slot."""
-    recorded = record.identity
-    if (now.system, now.database) != (recorded["system"], recorded["database"]):
+    if (now.system, now.database) != (recorded.system, recorded.database):
         raise GateClosed(
             f"the source {describe(source.dsn)} is not the one that the sink was filled from: system identifier and"
-            f" database were {recorded['system']} and {recorded['database']}, are {now.system} and {now.database}",
+            f" database were {recorded.system} and {recorded.database}, are {now.system} and {now.database}",
             f"If `source.dsn` is wrong, correct it. If the source has been replaced: {REPAIR}",
         )
-    if now.slot != recorded["slot"]:
+    if now.slot != recorded.slot:
         raise GateClosed(
-            f"`source.slot` was {recorded['slot']!r} when the pipeline was provisioned, is {now.slot!r}",
+            f"`source.slot` was {recorded.slot!r} when the pipeline was provisioned, is {now.slot!r}",
             f"Put it back. If the old slot cannot be used any more: {REPAIR}",
         )
-    if now.publication != recorded["publication"]:
+    if now.publication != recorded.publication:
         found = f"has been recreated (oid {now.publication})" if now.publication else "no longer exists"
         raise GateClosed(
-            f"publication {source.publication!r}, of oid {recorded['publication']}, {found}: changes made meanwhile"
+            f"publication {source.publication!r}, of oid {recorded.publication}, {found}: changes made meanwhile"
             " are not in the stream",
             REPAIR,
         )
-    if now.publication_version != recorded.get("publication_version"):
+    if now.publication_version != recorded.publication_version:
         raise GateClosed(
             f"publication {source.publication!r} has been altered: changes made meanwhile may not be in the stream",
             "If it does not publish insert, update, delete and truncate any more, or publishes via the partition root,"
@@ -200,9 +208,8 @@ def _check_slot(
         )
 
 
-def _check_timeline(source: PostgresSourceSettings, record: Record, timeline: int, needed: Lsn) -> None:
+def _check_timeline(source: PostgresSourceSettings, recorded: int, timeline: int, needed: Lsn) -> None:
     """Check that everything up to ``needed`` is part of the history of the timeline that the source is on now."""
-    recorded = int(record.identity["timeline"])
     switched = left_at(read_history(source.log_dsn, timeline), recorded)
     if switched is None or switched < needed:
         where = "is not its ancestor" if switched is None else f"was left at {format_lsn(switched)}"

@@ -19,7 +19,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.lsn import Lsn
-from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.record import Record, Target, noted_by
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres import slots
@@ -28,7 +28,7 @@ from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.record_copy import Ledger, read_ledger, write_ledger
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
-from airflow_cdc_provider.engine.runs.sink_checks import require_mode, target_name, targets_of
+from airflow_cdc_provider.engine.runs.sink_checks import identity_of, require_mode, target_name, targets_of
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import ancestors
@@ -46,6 +46,7 @@ from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock impor
 from airflow_cdc_provider.engine.sources.postgres.provision.removal import PROVISIONING, remove_slot
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot, slot_session
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import plan
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot, noted_published
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.state import location
 from airflow_cdc_provider.engine.state.files import State
@@ -69,15 +70,15 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
         new = [branch for branch in pipeline.branches if record is None or sink_of(branch).record() is None]
         if record is None:
             _refuse_foreign_slot(source, pipeline, state)
-            with _new_slot(source, pipeline, state, tables) as (identity, start):
+            with _new_slot(source, pipeline, state, tables) as (made, start):
                 chunks = _plan(source, pipeline, tables)
                 for branch in new:
-                    _prepare(branch, tables, chunks, identity, start)
+                    _prepare(branch, tables, chunks, made, start)
         else:
             present = replace(pipeline, sinks=tuple(b.sink for b in pipeline.branches if b not in new))
             for branch in present.branches:
                 own = existing_record(branch)
-                require_tables(own.identity)
+                noted_by("postgres", own.identity)
                 require_mode(branch, own.identity)
                 _refuse_other_names(branch, own)
             epoch = take_epoch(present, state, takeover)
@@ -89,7 +90,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
                 slot.barrier(source)
                 chunks = _plan(source, pipeline, tables)
                 for branch in new:
-                    _prepare(branch, tables, chunks, record.identity, record.applied)
+                    _prepare(branch, tables, chunks, RecordedSlot.of(record.identity), record.applied)
         if new:
             epoch = take_epoch(pipeline, state, takeover)
         state.remove(PROVISIONING)
@@ -101,11 +102,10 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
 
 
 def _prepare(
-    branch: Pipeline, tables: Sequence[Table], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: Lsn
+    branch: Pipeline, tables: Sequence[Table], chunks: Sequence[Chunk], made: RecordedSlot, start: Lsn
 ) -> None:
     """Let a sink's record begin."""
-    mode = {"mode": branch.sink.mode}
-    sink_of(branch).prepare(targets_of(branch, tables), chunks, {**identity, **mode}, start)
+    sink_of(branch).prepare(targets_of(branch, tables), chunks, identity_of(branch, made.to_notes()), start)
 
 
 def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[Table]) -> None:
@@ -115,7 +115,7 @@ def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[T
     require_epoch(record, epoch)
     passage = gate(source, names, record)
     gone = _gone_tables(source, record, tables)
-    if record.identity["created_publication"]:
+    if RecordedSlot.of(record.identity).created_publication:
         left = {leaf.oid for target in gone for leaf in target.table.leaves}
         unpublish(source, names.publication, left - {leaf.oid for table in tables for leaf in table.leaves})
     sink.forget(epoch, [target.table.label for target in gone])
@@ -130,7 +130,7 @@ def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[T
         unpublish(source, names.publication, [leaf.oid for leaf in otherwise])
         create_publication(source, names.publication, added)
         # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
-        sink.note_source(epoch, published_entries(source, names.publication, added))
+        sink.note_source(epoch, noted_published(published_entries(source, names.publication, added)))
         slot.barrier(source)
         sink.add(epoch, targets_of(branch, added), _plan(source, branch, added))
 
@@ -157,19 +157,6 @@ def _refuse_taken_slot(source: Connection, name: str) -> None:
         )
 
 
-def require_tables(identity: Mapping[str, Any]) -> None:
-    """Refuse a record that was made with topics: the file may not change the kind of source.
-
-    :param identity: of the record, or of its copy.
-    :raises ConfigError: naming both kinds.
-    """
-    if "slot" not in identity:
-        raise ConfigError(
-            "source.type: 'postgres', but the pipeline of this name has been provisioned with topics of Kafka",
-            "Put the source back, or use another pipeline name for the tables.",
-        )
-
-
 def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
     """The names of the targets are part of what has been written; the file may not change them."""
     for target in record.targets:
@@ -184,8 +171,8 @@ def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
 @contextmanager
 def _new_slot(
     source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
-) -> Iterator[tuple[dict[str, Any], Lsn]]:
-    """Make publication and slot anew and pass the barrier; gives the source's identity and where the slot streams from.
+) -> Iterator[tuple[RecordedSlot, Lsn]]:
+    """Make publication and slot anew and pass the barrier; gives what to note of them, and where the slot streams from.
 
     What fails half-way, or in the block, is taken back, unless the block has written the record, or another run has
     begun to do the same meanwhile; what is killed half-way is removed by the next try.
@@ -203,8 +190,8 @@ def _new_slot(
             scalar(source, "SELECT 1")  # as before a slot is dropped
             start = slot.create_slot(session, names.slot)
         slot.barrier(source)
-        identity = slots.read_identity(source, names.slot, names.publication).to_dict()
-        yield identity | entries | {"created_publication": created}, start
+        identity = slots.read_identity(source, names.slot, names.publication)
+        yield RecordedSlot(identity, created, published=entries), start
     except BaseException:
         if state.read_sound(PROVISIONING, dict[str, Any]) == ours and not _may_be_recorded(pipeline, start):
             drop_own_slot(names, source)
@@ -295,43 +282,44 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
             )
         branches = [(each, sink_of(each).record(), read_ledger(each, state)) for each in pipeline.branches]
         for branch, own, vouching in branches:
-            made = own or vouching
-            if made is not None:
-                require_tables(made.identity)
-                require_mode(branch, made.identity)
+            told = own or vouching
+            if told is not None:
+                noted_by("postgres", told.identity)
+                require_mode(branch, told.identity)
             if own is not None:
                 _refuse_other_names(branch, own)
+        before = RecordedSlot.of(known.identity)
         require_primary(source)
         tables = resolve(source, postgres_settings(pipeline).tables)
-        if postgres_settings(pipeline).slot != known.identity["slot"]:
+        if postgres_settings(pipeline).slot != before.identity.slot:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, postgres_settings(pipeline).slot)
-        if not known.identity["created_publication"]:
+        if not before.created_publication:
             check_publication(source, pipeline, tables, tables)  # it stays as it is
         present = replace(pipeline, sinks=tuple(branch.sink for branch, own, _ in branches if own is not None))
         epoch = 0
 
-        def begin(identity: Mapping[str, Any], start: Lsn, rehearsal: bool = False) -> None:
+        def begin(made: RecordedSlot, start: Lsn, rehearsal: bool = False) -> None:
             for branch, own, vouching in branches:
                 _begin_again(
                     sink_of(branch),
                     None if own is None else own.epoch if rehearsal else epoch,
                     targets_of(branch, tables),
                     vouching,
-                    {**identity, "mode": branch.sink.mode},
+                    identity_of(branch, made.to_notes()),
                     start,
                     rehearsal,
                 )
 
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-        begin(known.identity, slots.flushed(source), rehearsal=True)  # while there is something to return to
+        begin(before, slots.flushed(source), rehearsal=True)  # while there is something to return to
         if present.sinks:
             epoch = take_epoch(present, state, takeover)
         state.write(PROVISIONING, {"slot": postgres_settings(pipeline).slot})
         remove_slot(source, pipeline, record, state)
-        with _new_slot(source, pipeline, state, tables) as (identity, start):
-            created = identity["created_publication"] or known.identity["created_publication"]
-            begin(identity | {"created_publication": created}, start)
+        with _new_slot(source, pipeline, state, tables) as (made, start):
+            created = made.created_publication or before.created_publication
+            begin(replace(made, created_publication=created), start)
             if present.sinks != pipeline.sinks:
                 epoch = take_epoch(pipeline, state, takeover)
     state.remove(PROVISIONING)

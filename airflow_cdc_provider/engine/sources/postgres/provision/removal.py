@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import drop_publication
 from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.location import clear, refuse_others
@@ -98,10 +99,11 @@ def _left_behind(pipeline: Pipeline, record: Record | None, state: State) -> lis
 def _made(pipeline: Pipeline, record: Record | None, state: State) -> tuple[str | None, str | None]:
     """The slot and the publication that the pipeline has made."""
     known = record or read_ledger(pipeline, state)
-    left = known.identity if known is not None else state.read_as(PROVISIONING, _as_provisioning)
-    slot = left["slot"] if left is not None else None
-    ours = known is not None and known.identity["created_publication"]
-    return slot, postgres_settings(pipeline).publication if ours else None
+    if known is None:
+        left = state.read_as(PROVISIONING, _as_provisioning)
+        return None if left is None else left["slot"], None
+    made = RecordedSlot.of(known.identity)
+    return made.identity.slot, postgres_settings(pipeline).publication if made.created_publication else None
 
 
 def _as_provisioning(values: dict[str, Any]) -> dict[str, Any]:

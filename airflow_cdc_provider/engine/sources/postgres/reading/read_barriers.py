@@ -40,7 +40,7 @@ class Barriers:
         self._patience = patience
         self._grace = _GRACE_SECONDS
         self._shares_grace = False
-        self._up: dict[str, tuple[int, Mapping[str, str] | None]] = {}
+        self._up: dict[str, tuple[int, Mapping[int, str] | None]] = {}
         self._unseen = np.zeros(0, dtype=np.uint32)
 
     def passed(self, xids: npt.NDArray[np.uint32]) -> None:
@@ -82,7 +82,7 @@ class Barriers:
         if not self._up:
             self._unseen = self._unseen[:0]
 
-    def put_up(self, source: Connection, label: str, published: Mapping[str, str] | None = None) -> None:
+    def put_up(self, source: Connection, label: str, published: Mapping[int, str] | None = None) -> None:
         """Put up the barrier of a re-read unless it is up, and look.
 
         :param source: in autocommit, so that each look takes a new snapshot.

@@ -38,7 +38,6 @@ from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, connected, rows
 from airflow_cdc_provider.engine.postgres.driver_errors import is_outage
 from airflow_cdc_provider.engine.postgres.lock_holders import CONTROL_LOCK_SECONDS, naming_holders
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
@@ -46,10 +45,11 @@ from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import require_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import changelog_names, target_name
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import find
-from airflow_cdc_provider.engine.sources.postgres.catalog.publication import entry_key, publish_anew
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publish_anew
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import keys_condition
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers, require_visible
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read, plan_read, write_rows
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot, noted_published
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
 T = TypeVar("T")
@@ -154,7 +154,11 @@ def read_again(run: Run, label: str, barriers: Barriers, where: str | None = Non
                 keys = _matching_keys(source, target.table, where) | run.sink.matching_keys(target, where)
             query = _keys_query(target.table, keys)
             read = plan_read(
-                source, postgres_settings(run.pipeline).dsn, target.table, Origin.of(record.identity), query
+                source,
+                postgres_settings(run.pipeline).dsn,
+                target.table,
+                RecordedSlot.of(record.identity).origin,
+                query,
             )
         return write_rows(read, partial(_replace, run, target, keys, target), CONTROL_LOCK_SECONDS)
 
@@ -196,21 +200,23 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
         with connected(postgres_settings(pipeline).dsn, writes=True) as source:
             table = _defined(source, pipeline, label)
             changelog_names(pipeline, [table])
+            recorded = RecordedSlot.of(record.identity)
             with run.sink.fenced(run.epoch), naming_holders():  # an overtaken run leaves the publication alone
                 was = before.table if before else None
-                published = publish_anew(source, postgres_settings(pipeline).publication, was, table, record.identity)
+                published = publish_anew(
+                    source, postgres_settings(pipeline).publication, was, table, recorded.published
+                )
             # Those of leaves that the record does not have yet, so that none it has is without. If the others have
             # changed, nothing goes on until the table has been read.
-            known = {entry_key(leaf) for leaf in before.table.leaves} if before is not None else set[str]()
-            _note(run, record, {key: entry for key, entry in published.items() if key not in known})
+            known = {leaf.oid for leaf in before.table.leaves} if before is not None else set[int]()
+            _note(run, recorded, {leaf: entry for leaf, entry in published.items() if leaf not in known})
             barriers.put_up(source, label, published)
-            origin = Origin.of(record.identity)
-            read = plan_chunk_read(source, postgres_settings(pipeline).dsn, table, None, origin)
+            read = plan_chunk_read(source, postgres_settings(pipeline).dsn, table, None, recorded.origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
         replace = partial(_replace, run, Target(pipeline.transform.table(table), *place), None, before)
         try:
             written = write_rows(read, replace, CONTROL_LOCK_SECONDS)
-            _note(run, record, published)
+            _note(run, recorded, published)
             if before is None:
                 write_ledger(pipeline, run.state, existing_record(pipeline))
             return written
@@ -235,11 +241,11 @@ def _defined(connection: Connection, pipeline: Pipeline, label: str) -> Table:
     return found.tables[label]
 
 
-def _note(run: Run, record: Record, published: Mapping[str, str]) -> None:
+def _note(run: Run, recorded: RecordedSlot, published: Mapping[int, str]) -> None:
     """Keep in the record which entries publish leaves, as far as it did not know."""
-    news = {key: entry for key, entry in published.items() if record.identity.get(key) != entry}
+    news = {leaf: entry for leaf, entry in published.items() if recorded.published.get(leaf) != entry}
     if news:
-        run.sink.note_source(run.epoch, news)
+        run.sink.note_source(run.epoch, noted_published(news))
 
 
 def read_keys_again(
@@ -261,7 +267,7 @@ def read_keys_again(
                 source,
                 postgres_settings(run.pipeline).dsn,
                 target_of(record, label).table,
-                Origin.of(record.identity),
+                RecordedSlot.of(record.identity).origin,
                 _keys_query(target_of(record, label).table, members),
             )
             for label, members in keys.items()

@@ -24,7 +24,6 @@ from airflow_cdc_provider.engine.core.chunk_ranges import Place
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.core.record import Record, Target, target_of
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
 from airflow_cdc_provider.engine.runs.run import Run
@@ -38,6 +37,7 @@ from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import (
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
 _POLL_SECONDS = 1.0
@@ -61,7 +61,7 @@ def copy_chunks(
             unfinished = frozenset(own.unfinished)
             for chunk in filter(unfinished.__contains__, chunks):
                 target = targets[chunk.table]
-                origin = Origin.of(own.identity)
+                origin = RecordedSlot.of(own.identity).origin
                 read = plan_chunk_read(source, postgres_settings(pipeline).dsn, target.table, chunk, origin)
                 tasks.append((branch, ChunkTask(branch.sink, run.epoch, target, chunk, read, pipeline.transform)))
     started = looked = time.monotonic()

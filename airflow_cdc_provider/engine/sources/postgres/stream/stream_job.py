@@ -25,12 +25,13 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, row
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.postgres.lock_holders import naming_holders
-from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
+from airflow_cdc_provider.engine.postgres.server_identity import QUERY
 from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker, read_slot
 from airflow_cdc_provider.engine.runs.foreach_batch import Batches
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
 from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import Fanout
@@ -56,7 +57,7 @@ class StreamJob:
         self._pipeline = run.pipeline
         self._report = report
         self._began = record.applied
-        self._origin = Origin.of(record.identity)
+        self._origin = RecordedSlot.of(record.identity).origin
         self._handout = Handout()
         self._units = Fanout(run, record, self._handout)
         self._batches = Batches(run, self._batch, _batch_failure, _query_failure)

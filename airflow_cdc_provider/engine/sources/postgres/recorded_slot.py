@@ -1,0 +1,69 @@
+"""What a commit record says of its source in Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn, format_lsn, parse_lsn
+from airflow_cdc_provider.engine.core.record import noted_by
+from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.slots import SlotIdentity
+
+_PUBLISHED = "published:"
+
+
+@dataclass(frozen=True)
+class RecordedSlot:
+    """The slot that the sinks are filled from, as it was when it was made, and what has been noted of it since.
+
+    :param identity: of the slot; its timeline is the one on which the slot was seen last.
+    :param created_publication: whether the publication has been made with the slot, and goes with it.
+    :param seen: the highest ``restart_lsn`` that was seen on that timeline.
+    :param published: the entries of the catalog that publish each leaf, see :func:`.published_entries`.
+    """
+
+    identity: SlotIdentity
+    created_publication: bool
+    seen: Lsn = LOG_START
+    published: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any]) -> RecordedSlot:
+        """Read it from a record's ``identity``, or that of its copy.
+
+        :raises ConfigError: when it is that of another kind of source.
+        """
+        noted = noted_by("postgres", identity)
+        return cls(
+            SlotIdentity(**{each.name: noted[each.name] for each in fields(SlotIdentity)}),
+            noted["created_publication"],
+            parse_lsn(noted["slot_seen"]),
+            {int(name.removeprefix(_PUBLISHED)): noted[name] for name in noted if name.startswith(_PUBLISHED)},
+        )
+
+    @property
+    def origin(self) -> Origin:
+        """Where rows have to be read that go with it."""
+        return Origin(self.identity.system, self.identity.timeline, self.identity.database)
+
+    def to_notes(self) -> dict[str, Any]:
+        """What is noted in the record."""
+        made = {**asdict(self.identity), "created_publication": self.created_publication}
+        return {**made, **noted_seen(self.seen), **noted_published(self.published)}
+
+
+def noted_timeline(timeline: int) -> dict[str, Any]:
+    """What is noted of the timeline on which the slot is seen."""
+    return {"timeline": timeline}
+
+
+def noted_seen(restart_lsn: Lsn) -> dict[str, Any]:
+    """What is noted of a slot that has been seen."""
+    return {"slot_seen": format_lsn(restart_lsn)}
+
+
+def noted_published(published: Mapping[int, str]) -> dict[str, Any]:
+    """What is noted of the entries that publish leaves."""
+    return {f"{_PUBLISHED}{oid}": entries for oid, entries in published.items()}
