@@ -8,37 +8,25 @@ must have stopped in, and then the repair that the error names is carried out.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from psycopg2 import sql
 
-from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.core.errors import Failpoint, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
 from tests.conftest import Databases, ServerMaker
-from tests.support.changelogs import assert_same_values, fold
+from tests.protocol.ddl_tables import DATA, ROWS, TABLE, Mode, Tables, tables
 from tests.support.engine_parts import copy_chunk_of
 from tests.support.pipelines import PipelineUnderTest
 
+__all__ = ["tables"]
+
 pytestmark = pytest.mark.slow
 
-Mode = Literal["mirror", "changelog"]
-
-TABLE = "CREATE TABLE {t} (id int PRIMARY KEY, a int, v varchar(10), w text)"
-ROWS = "INSERT INTO {t} SELECT n, n * 10, 'v' || n, 'w' || n FROM generate_series(1, 12) n"
-# Valid under every definition: of the columns beside the key only one is named, which no DDL here touches.
-DATA = (
-    "UPDATE {t} SET w = w || '+' WHERE id % 3 = 0",
-    "INSERT INTO {t} (id, w) SELECT coalesce(max(id), 0) + 1, 'new' FROM {t}",
-    "DELETE FROM {t} WHERE id = (SELECT min(id) FROM {t})",
-)
 
 FOLLOWED = {
     "add": ["ALTER TABLE {t} ADD b int"],
@@ -62,6 +50,8 @@ FOLLOWED = {
     "vacuumed": ["VACUUM FULL {t}"],
     "indexed": ["CREATE INDEX ON {t} (a)", "ALTER TABLE {t} SET (fillfactor = 50)"],
 }
+
+
 READ_AGAIN = {
     "bigger": ["ALTER TABLE {t} ALTER a TYPE bigint"],
     "expression": ["ALTER TABLE {t} ALTER a TYPE text USING 'a' || a"],
@@ -74,12 +64,18 @@ READ_AGAIN = {
     "add_vacuumed": ["ALTER TABLE {t} ADD b int DEFAULT 3", "VACUUM FULL {t}"],
     "add_truncated": ["ALTER TABLE {t} ADD b int DEFAULT 3", "TRUNCATE {t}"],
 }
+
+
 NAMED = "UPDATE {t} SET a = 'pg_class'::regclass::int WHERE id = 9"
+
+
 # The same bits read otherwise, and by the source alone.
 READ_AGAIN |= {
     "reg": [NAMED, "ALTER TABLE {t} ALTER a TYPE regclass"],
     "reg_and_back": [NAMED, "ALTER TABLE {t} ALTER a TYPE regclass", *DATA, "ALTER TABLE {t} ALTER a TYPE oid"],
 }
+
+
 # In a changelog the values of rows that are gone would have to be converted too.
 MIRROR_ONLY = {
     "unlike": ["ALTER TABLE {t} ALTER a TYPE int[] USING ARRAY[a]"],
@@ -87,74 +83,6 @@ MIRROR_ONLY = {
         "BEGIN; ALTER TABLE {t} RENAME a TO x; ALTER TABLE {t} RENAME v TO a; ALTER TABLE {t} RENAME x TO v; COMMIT"
     ],
 }
-
-
-class Tables(PipelineUnderTest):
-    """A pipeline that streams one table a case, captured by a rule."""
-
-    def __init__(
-        self,
-        directory: Path,
-        databases: Databases,
-        cases: Sequence[str],
-        mode: Mode,
-        table: str = TABLE,
-        rule: Mapping[str, Any] | None = None,
-        **sections: Any,
-    ) -> None:
-        self.cases, self.mode, self.rule = cases, mode, rule or {}
-        rules = [{"table": f"public.{case}", **self.rule} for case in cases]
-        super().__init__(directory, databases, rules, sink={"mode": mode}, **sections)
-        self.play(table, ROWS)
-        self.provision()
-        for case in cases:
-            self.copy(table=f"public.{case}")
-        self.apply()
-
-    def play(self, *statements: str) -> None:
-        """Execute statements for every table."""
-        self.source(*(statement.format(t=f"public.{case}") for case in self.cases for statement in statements))
-
-    def reads(self) -> dict[str, int]:
-        """H of the last reading of each table as a whole."""
-        return {
-            c.chunk.table.removeprefix("public."): c.watermark.high
-            for c in self.record.chunks
-            if c.watermark is not None
-        }
-
-    def assert_same(self) -> None:
-        """The targets are what the sources are, and the record says how they are defined."""
-        self.assert_verified()
-        self.assert_values()
-        for target in self.record.targets:
-            table = f"{target.table.schema}.{target.table.name}"
-            defined = self.source_rows(
-                f"SELECT attname::text, attnum FROM pg_attribute WHERE attrelid = '{table}'::regclass AND attnum > 0"
-                " AND NOT attisdropped ORDER BY attnum"
-            )
-            defined = [column for column in defined if column[0] in self.rule.get("columns", dict(defined))]
-            assert [(column.name, column.attnum) for column in target.table.columns] == defined, table
-            if self.mode == "mirror":
-                width = f"SELECT count(*) FROM information_schema.columns WHERE table_name = '{target.table.name}'"
-                assert self.target_rows(width) == [(len(defined),)], table
-
-    def assert_values(self) -> None:
-        """The targets hold what the sources do, whatever other columns they have."""
-        for target in self.record.targets:
-            table, columns = f"{target.table.schema}.{target.table.name}", [c.name for c in target.table.columns]
-            if self.mode == "changelog":
-                assert_same_values(self, ["id"], columns, *table.split("."))
-            else:
-                names = ", ".join('"' + name.replace('"', '""') + '"' for name in columns)
-                query = f"SELECT {names} FROM {table} WHERE {self.rule.get('where', 'true')} ORDER BY id"
-                assert self.target_rows(query) == self.source_rows(query), table
-
-
-@pytest.fixture
-def tables(databases: Databases, tmp_path: Path) -> Callable[..., Tables]:
-    """Makes pipelines of one table a case."""
-    return lambda cases, mode="mirror", **sections: Tables(tmp_path, databases, list(cases), mode, **sections)
 
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
@@ -194,8 +122,12 @@ def test_ddl_on_other_servers(
 
 
 KEYLESS = "CREATE TABLE {t} (id int, a int, v varchar(10), w text); ALTER TABLE {t} REPLICA IDENTITY FULL"
+
+
 # Postgres lets nobody change what a publication's condition or list of columns is made of.
 BESIDE = {name: (FOLLOWED | READ_AGAIN)[name] for name in ("default", "there_and_back", "not_null", "volatile")}
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any], Mapping[str, Sequence[str]], set[str]]] = {
     "no key": (KEYLESS, {}, TYPICAL | {"recomputed": READ_AGAIN["recomputed"]}, set()),
     "a condition": (TABLE, {"where": "id > 2"}, TYPICAL, set()),
@@ -318,214 +250,6 @@ def test_a_renamed_key(tables: Callable[..., Tables]) -> None:
     pipeline.assert_verified()
 
 
-# -- what stops ----------------------------------------------------------------------------------------
-
-
-def resnapshot(pipeline: PipelineUnderTest) -> None:
-    commands.resnapshot(pipeline.pipeline, tables=["public.t"])
-
-
-def drop_view(pipeline: PipelineUnderTest) -> None:
-    pipeline.target("DROP VIEW public.seen")
-
-
-def name_another(*tables: str) -> Callable[[PipelineUnderTest], None]:
-    def repair(pipeline: PipelineUnderTest) -> None:
-        pipeline.change(source={"tables": ["public.other", *tables]})
-        pipeline.provision()
-        for table in tables:
-            pipeline.copy(table=table)
-
-    return repair
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A change that stops the pipeline.
-
-    :param ddl: at the source, between data.
-    :param words: of the error.
-    :param repair: what its solution names.
-    :param written: the table that data is written to then, ``None`` for no data.
-    :param after: the table that goes on, ``None`` if it is gone.
-    :param first: what is done at the source before the stream is applied.
-    :param target: what is done at the target.
-    """
-
-    ddl: tuple[str, ...]
-    words: str
-    repair: Callable[[PipelineUnderTest], None]
-    written: str | None = "public.t"
-    after: str | None = "public.t"
-    first: tuple[str, ...] = ()
-    target: tuple[str, ...] = ()
-    mode: Mode = "mirror"
-
-
-FILL = ("UPDATE public.t SET a = 0 WHERE a IS NULL", "ALTER TABLE public.t ALTER a SET DEFAULT 0")
-KEY = "ALTER TABLE public.t DROP CONSTRAINT t_pkey, ALTER a SET NOT NULL, ADD PRIMARY KEY (id, a)"
-RENAME = ("ALTER TABLE public.t RENAME TO u",)
-VIEW = ("CREATE VIEW public.seen AS SELECT a FROM public.t",)
-ANEW = ("DROP TABLE public.t", TABLE.format(t="public.t"), ROWS.format(t="public.t"))
-STOPS = {
-    "key": Stop((KEY,), "key of public.t was", resnapshot, first=FILL),
-    "key, a changelog": Stop((KEY,), "key of public.t was", resnapshot, first=FILL, mode="changelog"),
-    "identity": Stop(("ALTER TABLE public.t REPLICA IDENTITY FULL",), "replica identity", resnapshot),
-    "no identity": Stop(
-        ("ALTER TABLE public.t REPLICA IDENTITY NOTHING",),
-        "NOTHING",
-        lambda p: p.source("ALTER TABLE public.t REPLICA IDENTITY DEFAULT"),
-        written=None,
-    ),
-    "renamed back": Stop(
-        RENAME, "renamed public.u", lambda p: p.source("ALTER TABLE public.u RENAME TO t"), written="public.u"
-    ),
-    "renamed": Stop(RENAME, "renamed", name_another("public.u"), written="public.u", after="public.u"),
-    "renamed without data": Stop(RENAME, "renamed", name_another("public.u"), written=None, after="public.u"),
-    "dropped": Stop(("DROP TABLE public.t",), "dropped", name_another(), written=None, after=None),
-    "dropped, a changelog": Stop(
-        ("DROP TABLE public.t",), "dropped", name_another(), written=None, after=None, mode="changelog"
-    ),
-    "made anew": Stop(ANEW, "made anew", resnapshot),
-    "unpublished": Stop(("ALTER PUBLICATION {} DROP TABLE public.t",), "no longer in publication", resnapshot),
-    "unpublished, a changelog": Stop(
-        ("ALTER PUBLICATION {} DROP TABLE public.t",), "no longer in publication", resnapshot, mode="changelog"
-    ),
-    "view": Stop(("ALTER TABLE public.t DROP a",), "other objects depend", drop_view, target=VIEW),
-    "view, no data": Stop(("ALTER TABLE public.t ALTER a TYPE bigint",), "view", drop_view, target=VIEW, written=None),
-    "history": Stop(
-        ("ALTER TABLE public.t ALTER v TYPE int USING length(v)",),
-        "invalid input syntax",
-        lambda p: p.target("ALTER TABLE public.t RENAME v TO v_as_text"),
-        mode="changelog",
-    ),
-    "name taken": Stop(
-        ("ALTER TABLE public.t DROP v", "ALTER TABLE public.t RENAME w TO v"),
-        "already exists",
-        lambda p: p.target("ALTER TABLE public.t RENAME v TO v_of_before"),
-        written=None,
-        mode="changelog",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", STOPS)
-def test_what_cannot_be_followed_stops_before_it(databases: Databases, tmp_path: Path, name: str) -> None:
-    stop = STOPS[name]
-    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t", "public.other"], sink={"mode": stop.mode})
-    pipeline.source(*(s.format(t=f"public.{t}") for t in ("t", "other") for s in (TABLE, ROWS)))
-    pipeline.source(*stop.first)
-    pipeline.provision()
-    pipeline.copy()
-    pipeline.copy(table="public.other")
-    pipeline.apply()
-    pipeline.target(*stop.target)
-
-    def write(table: str | None) -> None:
-        names = [name for name in (table, "public.other") if name is not None]
-        pipeline.source(*(statement.format(t=name) for name in names for statement in DATA))
-
-    write("public.t")
-    rows = "SELECT id, a, v, w FROM public.t ORDER BY id"
-    before = pipeline.source_rows(rows)
-    publication = f'"{pipeline.pipeline.source.publication}"'
-    pipeline.source(*(statement.format(publication) for statement in stop.ddl))
-    if name != "name taken":
-        write(stop.written)
-    for _ in range(2):  # going on without the repair changes nothing
-        with pytest.raises(CannotFollow, match=stop.words):
-            pipeline.apply()
-        if stop.mode == "mirror":
-            assert pipeline.target_rows(rows) == before
-        else:
-            with connected(pipeline.databases.target) as target:
-                folded = fold(target, sql.Identifier("public", "t"), ["id"], ["id", "a", "v", "w"])
-            texts = [tuple(None if value is None else str(value) for value in row) for row in before]
-            assert sorted(folded) == sorted(texts)
-    stop.repair(pipeline)
-    pipeline.apply()
-    if name != "name taken":
-        write(stop.after)
-    pipeline.apply()
-    pipeline.assert_verified()
-    if stop.mode == "mirror":
-        pipeline.assert_equal(stop.after or "public.other")
-    assert {t.table.label for t in pipeline.record.targets} == {"public.other", *([stop.after] if stop.after else [])}
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """What stands in the way at the target, and what is done about it, each time that the stream stops."""
-
-    ddl: str
-    obstacle: str
-    remedies: tuple[str, ...]
-    modes: tuple[Mode, ...] = ("mirror", "changelog")
-
-
-WIDEN = "ALTER TABLE {t} ALTER v TYPE varchar(40)"
-SEEN = "CREATE VIEW {t}_seen AS SELECT id, a, v FROM {t}"
-OWN = "ALTER TABLE {t} ADD b int"
-REMEDIES = {
-    "view": Remedy(WIDEN, SEEN, ("DROP VIEW {t}_seen",)),
-    "column_of_a_view": Remedy(WIDEN, SEEN, ("ALTER TABLE {t} RENAME v TO v_old",)),
-    "column_that_is_computed_with": Remedy(
-        WIDEN,
-        "ALTER TABLE {t} ADD g text GENERATED ALWAYS AS (v || '!') STORED",
-        ("ALTER TABLE {t} RENAME v TO v_old",),
-    ),
-    "renamed_and_retyped": Remedy(
-        "ALTER TABLE {t} RENAME v TO u; ALTER TABLE {t} ALTER u TYPE varchar(40)",
-        SEEN,
-        ("ALTER TABLE {t} RENAME v TO v_old",),
-    ),
-    "dropped": Remedy("ALTER TABLE {t} DROP a", SEEN, ("ALTER TABLE {t} RENAME a TO a_old",), ("mirror",)),
-    "read_again": Remedy("ALTER TABLE {t} ALTER a TYPE bigint", SEEN, ("ALTER TABLE {t} RENAME a TO a_old",)),
-    "name_taken": Remedy("ALTER TABLE {t} RENAME a TO b", OWN, ("ALTER TABLE {t} RENAME b TO b_own",)),
-    "the_other_renamed": Remedy("ALTER TABLE {t} RENAME a TO b", OWN, ("ALTER TABLE {t} RENAME a TO a_old",)),
-    "name_of_an_added_one_taken": Remedy(
-        "ALTER TABLE {t} ADD b text DEFAULT 'x'",
-        f"{OWN}; CREATE VIEW {{t}}_seen AS SELECT b FROM {{t}}",
-        ("ALTER TABLE {t} RENAME b TO b_own",),
-    ),
-    "values_that_nothing_converts": Remedy(
-        "ALTER TABLE {t} ALTER v TYPE int USING length(v)", "", ("ALTER TABLE {t} RENAME v TO v_old",), ("changelog",)
-    ),
-    "key": Remedy(
-        "ALTER TABLE {t} ALTER id TYPE bigint",
-        SEEN,
-        ("ALTER TABLE {t} RENAME id TO id_old", "ALTER TABLE {t} RENAME id_old TO id; DROP VIEW {t}_seen"),
-        ("mirror",),
-    ),
-}
-
-
-@pytest.mark.parametrize("mode", ["mirror", "changelog"])
-def test_what_helps_against_a_refusal_loses_no_value(tables: Callable[..., Tables], mode: Mode) -> None:
-    """Each case in a table of its own; one after the other stops the stream."""
-    cases = {case: remedy for case, remedy in REMEDIES.items() if mode in remedy.modes}
-    pipeline = tables(cases, mode)
-    for case, remedy in cases.items():
-        if remedy.obstacle:
-            pipeline.target(remedy.obstacle.format(t=f"public.{case}"))
-        pipeline.source(remedy.ddl.format(t=f"public.{case}"))
-    pipeline.play(*DATA)
-    left = {case: list(remedy.remedies) for case, remedy in cases.items()}
-    while any(left.values()):
-        with pytest.raises(CannotFollow) as refused:
-            pipeline.apply()
-        (case,) = (case for case in cases if f"public.{case} " in refused.value.message)
-        pipeline.target(left[case].pop(0).format(t=f"public.{case}"))
-    for _ in range(2):
-        pipeline.apply()
-        pipeline.assert_verified()
-        pipeline.assert_values()
-        pipeline.play(*DATA)
-
-
-# -- crashes -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 @pytest.mark.parametrize("place", ["unit-cut", "before-redefinition", "after-redefinition"])
 def test_a_crash_on_the_way(
@@ -557,9 +281,6 @@ def test_a_batch_that_is_cut_leaves_no_staging(tables: Callable[..., Tables]) ->
     pipeline.apply()
     assert pipeline.target_rows("SELECT relname FROM pg_class WHERE starts_with(relname, 'stage_')") == []
     pipeline.assert_same()
-
-
-# -- beside large transactions and the snapshot ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])

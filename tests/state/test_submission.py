@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,56 +15,42 @@ from typing import Any
 
 import pytest
 
-from tests.support.airflow_support import connection_json, write_pipeline
+from tests.support.airflow_support import write_pipeline
 
 # isort: split
-from airflow.sdk.exceptions import AirflowException, TaskDeferred
 from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
 from airflow_cdc_provider.engine.commands import cli
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
     ExitCode,
-    Fenced,
     GateClosed,
-    SecondWriter,
-    SparkLost,
     StateUnwritable,
     StreamFailed,
 )
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
-from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.state import job_watch, submission
 from airflow_cdc_provider.engine.state.files import State
-from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, Owner, read_heartbeats, write_heartbeat
-from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS, Lookout, patience
+from airflow_cdc_provider.engine.state.heartbeat import Owner, read_heartbeats, write_heartbeat
 from airflow_cdc_provider.engine.state.submission import (
     Asker,
     Status,
     Submission,
-    as_outcome,
     ask_to_stop,
     askers,
     read,
     stop,
 )
-from airflow_cdc_provider.operators import spark
 from airflow_cdc_provider.operators.spark import Handle, Step, next_step
-from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.triggers.job import TIMEOUT, SparkJobTrigger, Watch
+from tests.state.owners import DEAD, FENCED, LOST
 from tests.support.submissions import HERE, beat, failing, state, submitted
 
 __all__ = ["state"]
 
+
 SECONDS = 60.0
-LOST = as_outcome(SparkLost("the JVM is gone", "Start again."))
-FENCED = as_outcome(Fenced("overtaken", "Nothing to do."))
-DEAD = replace(HERE, started=1)
-ELSEWHERE = replace(HERE, host="elsewhere")
-
-
-# -- what has become of a job --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,9 +157,6 @@ def test_what_others_have_left_does_not_keep_a_job_from_ending(state: State) -> 
     assert ended.exit_code == 0
 
 
-# -- stops ---------------------------------------------------------------------------------------------
-
-
 def test_a_stop_reaches_jobs_that_airflow_would_begin_again(state: State) -> None:
     superseded = submitted(state, id="1", ended_at=1.0, error=LOST)
     died = submitted(state, id="2", ended_at=1.0, error=LOST)
@@ -201,108 +183,6 @@ def test_a_stop_reaches_a_live_job_beside_which_another_has_ended(state: State) 
     assert ended is not None
     assert ended.status(askers(state, live.id)) is Status.DONE
     assert state.read("stop.json") == {"owners": [asdict(HERE)]}
-
-
-@pytest.fixture
-def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CdcStreamOperator]:
-    """Makes operators whose jobs nobody keeps."""
-    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", "postgresql://cdc@db/shop")
-    monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc@dw/dw")
-    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection_json(conn_type="spark", host="local[1]"))
-    monkeypatch.setattr("airflow_cdc_provider.hooks.spark_job.start_keeper", lambda *_: None)
-    path = write_pipeline(tmp_path)
-    return lambda **arguments: CdcStreamOperator(task_id="t", pipeline=str(path), **arguments)
-
-
-@pytest.fixture
-def context() -> Any:
-    stored: dict[str, Any] = {}
-    store = SimpleNamespace(get=stored.get, set=lambda key, value, retention: stored.update({key: value}))
-    return {"task_state_store": store, "ti": SimpleNamespace(max_tries=1, try_number=1)}
-
-
-def begin(operator: CdcStreamOperator, context: Any, state: State) -> Submission:
-    """Run a try until it is deferred; the latest job then."""
-    with pytest.raises(TaskDeferred):
-        operator.execute(context)
-    latest = read(state, Path(state.names("submissions")[-1]).stem)
-    assert latest is not None
-    return latest
-
-
-def test_a_job_that_died_is_not_begun_again_once_it_was_asked_to_stop(
-    state: State, stream: Callable[..., CdcStreamOperator], context: Any
-) -> None:
-    operator = stream(until="stopped")
-    job = begin(operator, context, state)
-    submission.end(state, job.id, error=LOST)
-    request_stop(state)
-
-    assert operator.execute(context)["caught_up"] is False
-    assert len(state.names("submissions")) == 1
-
-
-def test_only_the_first_job_of_a_task_has_the_epoch_of_the_run(
-    state: State, stream: Callable[..., CdcStreamOperator], context: Any
-) -> None:
-    first = begin(stream(epoch=5), context, state)
-    submission.give_up(state, first, "it may be alive after all")
-
-    second = begin(stream(epoch=5, until="stopped"), context, state)
-
-    assert "--epoch" in first.command
-    assert "--epoch" not in second.command
-
-
-def test_a_job_begins_after_the_last_process_of_the_one_before(
-    state: State, stream: Callable[..., CdcStreamOperator], context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = begin(stream(), context, state)
-    submission.write(state, replace(job, keeper=HERE, ended_at=1.0, error=LOST))
-    stopped: list[str] = []
-    monkeypatch.setattr(submission, "stop", lambda _, id_: stopped.append(id_) or True)
-
-    begin(stream(), context, state)
-
-    assert stopped == [job.id]
-
-
-def test_a_kill_while_the_job_is_found_again_reaches_it(
-    state: State, stream: Callable[..., CdcStreamOperator], context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = begin(stream(), context, state)
-    again = stream()
-
-    def killed(*arguments: Any) -> Step:
-        again.on_kill()
-        return next_step(*arguments)
-
-    monkeypatch.setattr(spark, "next_step", killed)
-    event = {"status": Status.STOPPED, "id": job.id, "log": None, "keeper": None, "application": None}
-    monkeypatch.setattr(Watch, "look", lambda _: event)
-
-    with pytest.raises(AirflowException, match="ended before its work was done"):
-        again.execute(context)
-
-    assert askers(state, job.id) == {Asker.AIRFLOW}
-
-
-def test_a_job_that_could_not_be_begun_says_why(
-    state: State, stream: Callable[..., CdcStreamOperator], context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("no memory is left")
-
-    monkeypatch.setattr("airflow_cdc_provider.hooks.spark_job.start_keeper", fail)
-
-    with pytest.raises(OSError, match="no memory"):
-        stream().execute(context)
-
-    (name,) = state.names("submissions")
-    ended = read(state, Path(name).stem)
-    assert ended is not None
-    assert ended.error is not None
-    assert ended.error["message"] == "the Spark job was not begun: no memory is left"
 
 
 def test_a_stop_is_waited_for(state: State) -> None:
@@ -403,75 +283,6 @@ def test_what_breaks_when_the_keeper_is_killed_is_said_to_be_that(
     assert submission.cause_of(error).kind == kind
 
 
-# -- silence -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keeper", "driver", "cluster", "seconds"),
-    [
-        (None, None, False, STALE_SECONDS),
-        (HERE, None, False, PATIENCE_SECONDS),
-        (HERE, HERE, False, PATIENCE_SECONDS),
-        (HERE, DEAD, False, PATIENCE_SECONDS),
-        (DEAD, HERE, False, PATIENCE_SECONDS),
-        (DEAD, DEAD, False, 0.0),
-        (DEAD, None, False, 0.0),
-        (ELSEWHERE, None, False, PATIENCE_SECONDS),
-        (ELSEWHERE, ELSEWHERE, False, STALE_SECONDS),
-        (DEAD, None, True, PATIENCE_SECONDS),
-        (DEAD, ELSEWHERE, True, STALE_SECONDS),
-        (HERE, ELSEWHERE, True, STALE_SECONDS),
-        (HERE, DEAD, True, 0.0),
-    ],
-)
-def test_how_long_silence_is_borne(keeper: Owner | None, driver: Owner | None, cluster: bool, seconds: float) -> None:
-    job = replace(Submission.new("shop", "stream", []), keeper=keeper, cluster=cluster)
-
-    assert patience(job, beat(job, driver) if driver else None) == seconds
-
-
-def test_a_job_that_is_silent_is_lost_and_no_second_writer(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = submitted(state, keeper=ELSEWHERE)
-    now = time.monotonic()
-    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
-    watch = Lookout(state, job.id)
-    write_heartbeat(state, beat(job, ELSEWHERE, time.time(), changes=1))
-    assert watch.look().progress == {"changes": 1}
-    now += STALE_SECONDS - 1
-    write_heartbeat(state, beat(job, ELSEWHERE, time.time() + 1))
-    assert watch.look().submission.ended_at is None
-    now += STALE_SECONDS - 1
-    assert watch.look().submission.ended_at is None
-    with pytest.raises(SecondWriter):
-        refuse_second_writer(state, 7, None, takeover=False)
-    now += 2
-
-    lost = watch.look().submission
-
-    assert lost.error is not None
-    assert lost.error["message"] == "the Spark job of stream is lost: no further heartbeat has come for 31 seconds"
-    assert lost.status(askers(state, job.id)) is Status.FAILED
-    assert askers(state, job.id) == {Asker.WATCHER}
-    refuse_second_writer(state, 7, None, takeover=False)
-
-
-def test_what_cannot_be_heard_is_no_silence(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = submitted(state)
-    now = time.monotonic()
-    monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
-    watch = Lookout(state, job.id)
-    watch.look()
-    now += STALE_SECONDS - 1
-    with monkeypatch.context() as broken:
-        broken.setattr(State, "read_as", failing(State.read_as, times=1))
-        with pytest.raises(StateUnwritable):
-            watch.look()
-    now += STALE_SECONDS
-    assert watch.look().submission.ended_at is None
-    now += 2
-    assert watch.look().submission.error is not None
-
-
 @pytest.mark.parametrize("reachable", [True, False])
 def test_a_job_is_asked_to_end_when_its_time_is_up(
     state: State, monkeypatch: pytest.MonkeyPatch, reachable: bool
@@ -555,22 +366,6 @@ def test_whatever_a_file_system_raises_says_that_the_state_is_out_of_reach(
             call()
     with pytest.raises(StateUnwritable, match="f cannot be removed: 503"):
         remote.remove("f")
-
-
-def test_processes_of_another_container_are_not_looked_for_here() -> None:
-    assert HERE.host.endswith(f"/{Path('/proc/self/ns/pid').readlink()}")
-    assert HERE.lives
-    assert replace(HERE, host=HERE.host.replace("pid:[", "pid:[1")).lives is None
-
-
-def test_heartbeats_of_another_job_are_not_heard(state: State) -> None:
-    job = submitted(state, keeper=DEAD)
-    write_heartbeat(state, beat(None, HERE, time.time(), changes=1))
-
-    sight = Lookout(state, job.id).look()
-
-    assert sight.progress == {}
-    assert sight.submission.error is not None
 
 
 def test_a_trigger_travels_as_json() -> None:

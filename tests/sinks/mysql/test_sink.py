@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pymysql
 import pytest
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import (
-    Blocked,
-    CannotFollow,
-    CdcError,
     Failpoint,
     ForeignTable,
-    GateClosed,
     LimitExceeded,
     ServerNotReady,
-    StagingLost,
-    StreamFailed,
     TargetConflict,
     ValueRefused,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.core.lsn import LOG_END
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column
-from airflow_cdc_provider.engine.sinks.mysql import record
-from airflow_cdc_provider.engine.sinks.mysql import redefinition as mysql_redefinition
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.mysql.address import Address
-from airflow_cdc_provider.engine.sinks.mysql.session import Session
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
-from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 from local_servers.mariadb import MariadbServer
-from tests.conftest import MYSQL, PIPELINE_ROLE
+from tests.conftest import MYSQL
 from tests.sinks.begun_sink import (
     IDENTITY,
     LABEL,
@@ -55,6 +43,7 @@ from tests.sinks.begun_sink import (
 )
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, MirrorContract
+from tests.sinks.mysql.prepared_sink import prepared, query, rows, stage
 from tests.support.mysql_store import MysqlStore
 
 
@@ -73,87 +62,6 @@ class TestMirror(MirrorContract):
 
 class TestChangelog(ChangelogContract):
     """See :class:`ChangelogContract`."""
-
-
-def prepared(server: MariadbServer, mode: str = "mirror") -> tuple[MysqlSink, int]:
-    """A sink at applied LSN 100 with one planned chunk, and the epoch of its first run."""
-    sink = MysqlSink(server.dsn, "p", mode)  # type: ignore[arg-type]
-    sink.prepare([TARGET], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
-    return sink, sink.take_epoch("test")
-
-
-def query(server: MariadbServer, statement: str) -> list[tuple[object, ...]]:
-    with closing(server.connect()) as connection, connection.cursor() as cursor:
-        cursor.execute(statement)
-        return list(cursor.fetchall())
-
-
-def rows(server: MariadbServer) -> list[tuple[object, ...]]:
-    return query(server, "SELECT id, note, CAST(amount AS CHAR) FROM `copy`.`Ord ers` ORDER BY id")
-
-
-def piece(index: int, staged: tuple[Staged, ...]) -> StagedPiece:
-    return StagedPiece("", "", index, 1, b"", staged, frozenset(), LOG_END)
-
-
-def stage(sink: MysqlSink, epoch: int, effects: Sequence[Effect], index: int = 0) -> StagedPiece:
-    return piece(index, sink.stage(epoch, f"test{index}", effects))
-
-
-def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The epoch row is locked by the commit, so taking over waits; a plain SELECT would let both through."""
-    sink, epoch = prepared(mariadb)
-    monkeypatch.setattr(mysql_session, "COMMIT_SECONDS", 0.2)
-    with closing(mariadb.connect()) as commit, commit.cursor() as cursor:
-        cursor.execute("START TRANSACTION")
-        cursor.execute("SELECT epoch FROM airflow_cdc.pipelines WHERE pipeline = 'p' LOCK IN SHARE MODE")
-        with pytest.raises(Blocked, match=r"Lock wait timeout.*root@(127\.0\.0\.1|localhost)"):
-            sink.take_epoch("too early")
-    assert sink.take_epoch("in time") > epoch
-
-
-@pytest.mark.parametrize("part", ["", "stream"])
-def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """A paused process or a lost host would hold the epoch's row, or the lock of a change of tables, for hours."""
-    sink, epoch = prepared(mariadb)
-    monkeypatch.setattr(mysql_session, "COMMIT_SECONDS", 0.2)
-    for hold in ("_fenced", "_alone"):
-        paused = replace(sink, part=part)
-        arguments = (epoch, "share") if hold == "_fenced" else (epoch,)
-        with suppress(StreamFailed), getattr(paused, hold)(*arguments) as held:
-            taken = sink.take_epoch("next")
-            assert taken > epoch
-            assert not alive(held[0] if isinstance(held, tuple) else held)
-        epoch = taken
-    assert query(mariadb, "SELECT COUNT(*) FROM airflow_cdc.sessions") == [(0,)]
-
-
-def test_only_the_part_s_own_sessions_are_ended(mariadb: MariadbServer) -> None:
-    sink, _ = prepared(mariadb)
-    parts = [replace(sink, part=part) for part in ("snapshot-1", "snapshot-2", "stream", "")]
-    others = [replace(sink, pipeline="q"), replace(sink, pipeline="pp", part="stream")]
-    with ExitStack() as stack:
-        stack.enter_context(suppress(CdcError))  # what becomes of sessions that have been ended
-        sessions = []
-        for each in (*parts, *others):
-            stack.enter_context(suppress(CdcError))
-            sessions.append(stack.enter_context(each._session()))
-        parts[0].end_sessions()
-        assert [alive(session) for session in sessions] == [False, True, True, True, True, True]
-        parts[-1].end_sessions()
-        assert [alive(session) for session in sessions] == [False, False, False, False, True, True]
-
-
-def alive(session: Session) -> bool:
-    try:
-        session.run("SELECT 1")
-    except pymysql.MySQLError:
-        return False
-    return True
 
 
 def test_a_crash_of_the_server_loses_nothing_that_was_staged_or_committed(server_directory: Path) -> None:
@@ -345,187 +253,6 @@ def test_events_come_back_as_postgres_writes_them(mariadb: MariadbServer) -> Non
     assert query(mariadb, "SELECT CAST(_commit_ts AS CHAR) FROM `copy`.`Ord ers`") == [("1970-01-01 00:00:00.000000",)]
 
 
-def test_rows_that_are_read_aside_are_of_no_use_once_a_unit_has_passed(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is applied to the table that they would replace, and is not among them."""
-    sink, epoch = prepared(mariadb)
-    sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
-    wider = replace(TABLE, columns=(*TABLE.columns, Column("more", "date", 1082, None, False, True, attnum=4)))
-    after = Target(wider, TARGET.schema, TARGET.name)
-    batch = pa.RecordBatch.from_arrays(
-        [text("5"), text("read"), text("7"), text("2000-01-01")], names=["id", "note", "amount", "more"]
-    )
-    unit = [stage(sink, epoch, [upsert("2", "b", "2")], index=1)]
-
-    def pass_by(place: str) -> None:
-        if place == "after-aside":
-            assert sink.commit(epoch, 200, 300, unit)
-
-    monkeypatch.setattr(mysql_redefinition, "failpoint", pass_by)
-    with pytest.raises(StreamFailed, match="0/C8 to 0/12C"):
-        sink.replace(epoch, after, None, iter([batch]), lambda: WATERMARK, TARGET)
-    assert rows(mariadb) == [(1, "a", "1.00"), (2, "b", "2.00")]
-    monkeypatch.undo()
-    assert sink.replace(epoch, after, None, iter([batch]), lambda: WATERMARK, TARGET) == 1
-    assert rows(mariadb) == [(5, "read", "7.00")]
-    assert sink.record().targets == (after,)  # type: ignore[union-attr]
-
-
-WIDER = Target(
-    replace(TABLE, columns=(*TABLE.columns, Column("more", "date", 1082, None, False, True, attnum=4))),
-    TARGET.schema,
-    TARGET.name,
-)
-"""The target under a definition for which it is made anew."""
-
-
-def read_anew(*keys: str) -> Iterator[pa.RecordBatch]:
-    columns = [text(*keys), text(*["read"] * len(keys)), text(*["7"] * len(keys)), text(*["2000-01-01"] * len(keys))]
-    yield pa.RecordBatch.from_arrays(columns, names=["id", "note", "amount", "more"])
-
-
-def tables_aside(server: MariadbServer) -> int:
-    found = "SELECT COUNT(*) FROM information_schema.tables WHERE table_schema = 'airflow_cdc'"
-    return int(str(query(server, rf"{found} AND table_name LIKE 'aside\_%'")[0][0]))
-
-
-@pytest.mark.parametrize("before", [TARGET, None])
-def test_a_table_filled_aside_that_is_gone_takes_no_place(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, before: Target | None
-) -> None:
-    """Its rows would stand in the record as read, and be nowhere."""
-    sink, epoch = prepared(mariadb)
-    if before is None:
-        sink.forget(epoch, [LABEL])
-        query(mariadb, "DROP TABLE `copy`.`Ord ers`")
-    else:
-        sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
-
-    def sweep(place: str) -> None:
-        if place == "after-aside":
-            sink.sweep(epoch)
-
-    recorded = sink.record()
-    monkeypatch.setattr(mysql_redefinition, "failpoint", sweep)
-    with pytest.raises(StagingLost, match=r"aside_.* is gone"):
-        sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, before)
-    assert sink.record() == recorded
-    monkeypatch.undo()
-    sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, before)
-    assert rows(mariadb) == [(5, "read", "7.00")]
-
-
-def test_a_trigger_made_while_a_table_is_read_aside_is_named(mariadb: MariadbServer) -> None:
-    sink, epoch = prepared(mariadb)
-    sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
-
-    def reading() -> Iterator[pa.RecordBatch]:
-        query(mariadb, "CREATE TRIGGER `copy`.mine BEFORE INSERT ON `copy`.`Ord ers` FOR EACH ROW SET @x = 1")
-        yield from read_anew("5")
-
-    with pytest.raises(CannotFollow, match="would be lost: mine"):
-        sink.replace(epoch, WIDER, None, reading(), lambda: WATERMARK, TARGET)
-    assert rows(mariadb) == [(1, "a", "1.00")]
-    assert query(mariadb, "SELECT * FROM airflow_cdc.pending") == []
-    query(mariadb, "DROP TRIGGER `copy`.mine")
-    sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, TARGET)
-    assert rows(mariadb) == [(5, "read", "7.00")]
-
-
-def broken_off(sink: MysqlSink, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange that has been announced, and not been done."""
-    sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1")])])
-    monkeypatch.setenv(VARIABLE, "before-exchange:error")
-    with pytest.raises(Failpoint):
-        sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, TARGET)
-    monkeypatch.delenv(VARIABLE)
-
-
-def test_what_keeps_an_announced_exchange_from_being_done_is_named(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sink, epoch = prepared(mariadb)
-    broken_off(sink, epoch, monkeypatch)
-    query(mariadb, "CREATE TRIGGER `copy`.mine BEFORE INSERT ON `copy`.`Ord ers` FOR EACH ROW SET @x = 1")
-    with pytest.raises(CannotFollow, match=r"copy\.Ord ers cannot make room .*[Tt]rigger") as refused:
-        sink.take_epoch("next")
-    assert "a trigger on copy.Ord ers" in refused.value.solution
-    query(mariadb, "DROP TRIGGER `copy`.mine")
-    sink.take_epoch("next")
-    assert rows(mariadb) == [(5, "read", "7.00")]
-    assert tables_aside(mariadb) == 0
-
-
-def test_a_foreign_key_from_elsewhere_to_a_table_made_anew_is_named(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It goes with the old table, which nobody can drop then."""
-    sink, epoch = prepared(mariadb)
-    broken_off(sink, epoch, monkeypatch)
-    query(mariadb, "CREATE DATABASE child")
-    query(mariadb, "CREATE TABLE child.k (n bigint, FOREIGN KEY (n) REFERENCES `copy`.`Ord ers` (id)) ENGINE=InnoDB")
-    try:
-        for _ in range(2):
-            with pytest.raises(TargetConflict, match=r"airflow_cdc\.aside_\w+_old, which was copy\.Ord ers"):
-                sink.take_epoch("next")
-    finally:
-        query(mariadb, "DROP TABLE child.k")  # which keeps the databases from being dropped
-    sink.take_epoch("next")
-    assert rows(mariadb) == [(5, "read", "7.00")]
-    assert tables_aside(mariadb) == 0
-    assert sink.record().targets == (WIDER,)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("place", ["before-exchange", "after-exchange"])
-def test_a_table_that_is_about_to_take_its_place_is_not_missing(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    """It is recorded as read already; whoever asks after a crash may be the first to come."""
-    sink = MysqlSink(mariadb.dsn, "p", "mirror")
-    sink.prepare([], [], IDENTITY, 100)
-    epoch = sink.take_epoch("test")
-    monkeypatch.setenv(VARIABLE, f"{place}:error")
-    with pytest.raises(Failpoint):
-        sink.replace(epoch, WIDER, None, read_anew("5"), lambda: WATERMARK, None)
-    monkeypatch.delenv(VARIABLE)
-    if place == "before-exchange":
-        query(mariadb, "DROP DATABASE `copy`")  # made for it, and empty as yet
-    record = sink.record()
-    assert record is not None
-    assert record.targets == (WIDER,)
-    assert sink.missing(record.targets) == ()
-    assert rows(mariadb) == [(5, "read", "7.00")]
-
-
-@pytest.mark.parametrize("place", ["after-alteration", "before-default-dropped"])
-def test_an_alteration_that_breaks_off_leaves_no_default(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    """By it rows from before get the new column's value; events without values are not to have it, nor later ones."""
-    sink, epoch = prepared(mariadb, "changelog")
-    batch = pa.RecordBatch.from_arrays([text("1"), text("a"), text("1")], names=["id", "note", "amount"])
-    sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
-    sink.replace(epoch, TARGET, None, iter([batch]), lambda: WATERMARK, TARGET)
-    extra = Column("extra", "text", 25, None, False, True, attnum=4, missing="given")
-    after = Target(replace(TABLE, columns=(*TABLE.columns, extra)), TARGET.schema, TARGET.name)
-    monkeypatch.setenv(VARIABLE, f"{place}:error")
-    with pytest.raises(Failpoint):
-        sink.redefine(epoch, TARGET, after)
-    monkeypatch.delenv(VARIABLE)
-    epoch = sink.take_epoch("next")
-    assert sink.record().targets == (after,)  # type: ignore[union-attr]
-    sink.replace(epoch, after, frozenset({("1",)}), iter([]), lambda: WATERMARK, after)
-    query(mariadb, "INSERT INTO `copy`.`Ord ers` (_op, _commit_lsn, _seq) VALUES ('r', 999, 1)")
-    assert query(mariadb, "SELECT _op, id, extra FROM `copy`.`Ord ers` ORDER BY _commit_lsn, _seq") == [
-        ("r", 1, "given"),
-        ("t", None, None),
-        ("r", 1, "given"),
-        ("d", 1, None),
-        ("r", None, None),
-    ]
-
-
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_names_may_have_any_characters(mariadb: MariadbServer, mode: str) -> None:
     names = ["id", "100%s", "%(a)s `%d`"]
@@ -546,16 +273,6 @@ def test_names_may_have_any_characters(mariadb: MariadbServer, mode: str) -> Non
         for event in found
         if event.get("_op") in (None, "r")
     )
-
-
-def test_sessions_of_others_that_cannot_be_seen_are_not_forgotten(mariadb: MariadbServer) -> None:
-    """Another pipeline of another user may still be alive, and has to be found when its epoch is taken."""
-    sink, _ = prepared(mariadb)
-    ours = replace(sink, dsn=mariadb.dsn.replace("root", PIPELINE_ROLE))
-    with replace(sink, pipeline="q")._session() as other:
-        ours.end_sessions()
-        assert query(mariadb, "SELECT pipeline FROM airflow_cdc.sessions") == [("q",)]
-        assert alive(other)
 
 
 @pytest.mark.parametrize(
@@ -585,50 +302,6 @@ def test_a_table_in_which_texts_would_be_others_is_refused(mariadb: MariadbServe
         sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
     query(mariadb, f"ALTER TABLE `copy`.`Ord ers` CONVERT TO CHARACTER SET utf8mb4 COLLATE {collation}")
     sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
-
-
-def test_an_epoch_of_a_record_that_is_gone_is_refused(mariadb: MariadbServer) -> None:
-    sink, _ = prepared(mariadb)
-    sink.drop()
-    with pytest.raises(GateClosed, match="no commit record of pipeline p any more"):
-        sink.take_epoch("late")
-    query(mariadb, "DROP DATABASE airflow_cdc")
-    with pytest.raises(GateClosed, match="no commit record of pipeline p any more"):
-        sink.take_epoch("late")
-
-
-@pytest.mark.parametrize("created", range(len(record._RECORD_TABLES)))
-def test_a_record_whose_tables_are_being_created_is_none_yet(mariadb: MariadbServer, created: int) -> None:
-    """By another pipeline right now, or by one that died at it: each statement of DDL commits by itself."""
-    query(mariadb, "CREATE DATABASE airflow_cdc")
-    for name, body in list(record._RECORD_TABLES.items())[:created]:
-        query(mariadb, f"CREATE TABLE airflow_cdc.{name} ({body})")
-    assert MysqlSink(mariadb.dsn, "p", "mirror").record() is None
-    sink, _ = prepared(mariadb)
-    assert sink.record() is not None
-
-
-@pytest.mark.parametrize("lost", record._RECORD_NAMES)
-def test_a_record_that_has_lost_a_table_is_refused(mariadb: MariadbServer, lost: str) -> None:
-    """Also to pipelines that have none yet: the first would make the table anew."""
-    sink, _ = prepared(mariadb)
-    query(mariadb, f"DROP TABLE airflow_cdc.{lost}")
-    for each in (sink, replace(sink, pipeline="another")):
-        with pytest.raises(GateClosed, match=f"not whole: it lacks {lost}$"):
-            each.record()
-
-
-def test_a_record_whose_tables_are_created_between_two_looks_is_whole(
-    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left_behind = record._left_behind
-
-    def late(opened: mysql_session.Session, names: Collection[str]) -> bool:
-        prepared(mariadb)
-        return left_behind(opened, ["tables"])
-
-    monkeypatch.setattr(record, "_left_behind", late)
-    assert MysqlSink(mariadb.dsn, "p", "mirror").record() is not None
 
 
 @pytest.mark.parametrize(

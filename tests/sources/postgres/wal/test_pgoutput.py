@@ -3,190 +3,35 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
-from typing import NamedTuple
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ProtocolError
-from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
+from airflow_cdc_provider.engine.core.row_changes import Relation, RelationColumn
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode, parse_relation
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import OpenTransaction, Piece
-
-EPOCH = int(datetime(2000, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
-UNCHANGED = "<unchanged>"
-Values = list[str | None]
-
-
-# Messages, as a server writes them.
-
-
-def begin(xid: int, lsn: int, ts: int = 5) -> bytes:
-    return b"B" + struct.pack(">qqI", lsn, ts, xid)
-
-
-def commit(lsn: int, ts: int = 5) -> bytes:
-    return b"C" + struct.pack(">bqqq", 0, lsn, lsn + 48, ts)
-
-
-def relation(oid: int, columns: Iterable[tuple[str, bool]], schema: str = "public", identity: bytes = b"d") -> bytes:
-    columns = list(columns)
-    described = (bytes([key]) + name.encode() + b"\0" + struct.pack(">Ii", 25, -1) for name, key in columns)
-    head = b"R" + struct.pack(">I", oid) + schema.encode() + f"\0t{oid}\0".encode()
-    return head + identity + struct.pack(">h", len(columns)) + b"".join(described)
-
-
-def row(values: Values) -> bytes:
-    parts = [struct.pack(">h", len(values))]
-    for value in values:
-        if value is None:
-            parts.append(b"n")
-        elif value is UNCHANGED:
-            parts.append(b"u")
-        else:
-            parts.append(b"t" + struct.pack(">i", len(value.encode())) + value.encode())
-    return b"".join(parts)
-
-
-def change(kind: bytes, oid: int, *tuples: tuple[bytes, Values]) -> bytes:
-    return kind + struct.pack(">I", oid) + b"".join(letter + row(values) for letter, values in tuples)
-
-
-def insert(oid: int, values: Values) -> bytes:
-    return change(b"I", oid, (b"N", values))
-
-
-def truncate(*oids: int) -> bytes:
-    return b"T" + struct.pack(f">ib{len(oids)}I", len(oids), 0, *oids)
-
-
-NOTE = b"M" + struct.pack(">bq", 1, 77) + b"prefix\0" + struct.pack(">i", 2) + b"hi"
-ORIGIN = b"O" + struct.pack(">q", 9) + b"elsewhere\0"
-TYPE = b"Y" + struct.pack(">I", 16500) + b"public\0mood\0"
-
-
-# The reference: one message after the other.
-
-
-class Row(NamedTuple):
-    version: int  # of its relation: counts the different Relation messages so far
-    relation: Relation
-    message: int
-    op: str
-    xid: int
-    commit_lsn: int
-    commit_ts: int
-    seq: int
-    new: Values | None
-    old: Values | None
-    old_kind: str
-
-
-class Reader:
-    """Decodes messages one by one, and knows the context after each."""
-
-    def __init__(self) -> None:
-        self.relations: dict[int, bytes] = {}
-        self.versions: dict[int, int] = {}
-        self.transaction: OpenTransaction | None = None
-        self.count = 0
-
-    def read(self, body: bytes) -> Iterator[Row]:
-        kind, oid = chr(body[0]), int.from_bytes(body[1:5], "big")
-        if kind == "B":
-            lsn, ts, xid = struct.unpack(">qqI", body[1:])
-            self.transaction = OpenTransaction(xid, lsn, ts + EPOCH, 0)
-        elif kind == "C":
-            self.transaction = None
-        elif kind == "R" and self.relations.get(oid) != body:
-            self.relations[oid] = body
-            self.versions[oid] = self.count
-        elif kind == "T":
-            for (listed,) in struct.iter_unpack(">I", body[6:]):
-                yield self._row(kind, listed, {})
-        elif kind in "IUD":
-            at = 5
-            tuples: dict[str, Values] = {}
-            while at < len(body):
-                letter, (width,) = chr(body[at]), struct.unpack_from(">h", body, at + 1)
-                at += 3
-                tuples[letter] = []
-                for _ in range(width):
-                    value: str | None = {"n": None, "u": UNCHANGED}.get(chr(body[at]))
-                    if body[at : at + 1] == b"t":
-                        (length,) = struct.unpack_from(">i", body, at + 1)
-                        value = body[at + 5 : at + 5 + length].decode()
-                        at += 4 + length
-                    at += 1
-                    tuples[letter].append(value)
-            yield self._row(kind, oid, tuples)
-        self.count += 1
-
-    def _row(self, kind: str, oid: int, tuples: dict[str, Values]) -> Row:
-        t = self.transaction
-        assert t is not None
-        self.transaction = OpenTransaction(t.xid, t.commit_lsn, t.commit_ts, t.seq + 1)
-        old_kind = next((letter for letter in tuples if letter in "KO"), "")
-        described, version = parse_relation(self.relations[oid]), self.versions[oid]
-        op, place = kind.lower(), (t.xid, t.commit_lsn, t.commit_ts, t.seq + 1)
-        return Row(version, described, self.count, op, *place, tuples.get("N"), tuples.get(old_kind), old_kind)
-
-
-def piece(messages: Iterable[bytes], reader: Reader | None = None) -> Piece:
-    """Cut a piece that begins where ``reader`` is."""
-    reader, messages = reader or Reader(), list(messages)
-    lengths = struct.pack(f"<{len(messages)}i", *map(len, messages))
-    return Piece(b"".join(messages), lengths, tuple(reader.relations.values()), reader.transaction)
-
-
-def rows_of(changes: Changes, first: int) -> list[Row]:
-    """Turn decoded changes into rows of the reference, and check what these cannot express."""
-    n = len(changes.order)
-    for array in (*changes.new, *(changes.old or ())):
-        array.validate(full=True)
-        assert (array.type, len(array)) == (pa.large_string(), n)
-    assert all(where.any() and where.shape == (n,) for where in changes.unchanged.values())
-    assert changes.old is None or changes.old_kind.any()
-    numbers = (changes.xid, changes.commit_lsn, changes.commit_ts, changes.seq)
-    assert [array.dtype.name for array in (changes.order, *numbers)] == ["int64"] * 5
-    assert [array.dtype.name for array in (changes.op, changes.old_kind)] == ["uint8"] * 2
-    new, old = [array.to_pylist() for array in changes.new], [array.to_pylist() for array in changes.old or ()]
-    result = []
-    for i in range(n):
-        left_out = {column for column, where in changes.unchanged.items() if where[i]}
-        values = [UNCHANGED if c in left_out and value[i] is None else value[i] for c, value in enumerate(new)]
-        before = [value[i] for value in old]
-        op, old_kind = chr(changes.op[i]), chr(changes.old_kind[i]).strip("\0")
-        assert op in "iu" or not any(value is not None for value in values)
-        assert old_kind or not any(value is not None for value in before)
-        xid, commit_lsn, commit_ts, seq = (int(array[i]) for array in numbers)
-        place = (changes.relation, first + int(changes.order[i]), op, xid, commit_lsn, commit_ts, seq)
-        result.append(Row(-1, *place, values if op in "iu" else None, before if old_kind else None, old_kind))
-    return result
-
-
-def check(messages: list[bytes], cuts: Iterable[int] = ()) -> None:
-    """Decode ``messages`` piece by piece and compare with the reference."""
-    reader = Reader()
-    edges = [0, *sorted(set(cuts)), len(messages)]
-    for first, end in pairwise(edges):
-        packed = piece(messages[first:end], reader)
-        expected: dict[tuple[int, int], list[Row]] = {}
-        for message in messages[first:end]:
-            for found in reader.read(message):
-                expected.setdefault((found.relation.oid, found.version), []).append(found._replace(version=-1))
-        unpacked = Piece.from_bytes(packed.to_bytes())
-        assert unpacked == packed
-        assert [rows_of(changes, first) for changes in decode(unpacked)] == list(expected.values())
-
-
-# Random streams.
+from tests.sources.postgres.wal.pgoutput_messages import (
+    EPOCH,
+    NOTE,
+    ORIGIN,
+    START,
+    TABLE,
+    TYPE,
+    UNCHANGED,
+    Values,
+    begin,
+    change,
+    check,
+    commit,
+    insert,
+    piece,
+    relation,
+    truncate,
+)
 
 texts = st.one_of(
     st.sampled_from(["", "0", "exactly twelv", "exactly 12 b", "n", "tttt", "ü", "日本語", "🐘" * 5]),
@@ -280,14 +125,6 @@ def test_many_rows_of_several_relations() -> None:
     check(messages, [1, 2, 777, 4_001])
 
 
-# Boundaries.
-
-TABLE = relation(1, [("id", True), ("body", False)])
-FULL = relation(1, [("id", True), ("body", True)], identity=b"f")
-START = [begin(7, 0x10), TABLE]
-START_FULL = [begin(7, 0x10), FULL]
-
-
 def test_nothing_gives_nothing() -> None:
     assert decode(Piece(b"", b"", (), None)) == []
     assert decode(piece([begin(1, 2), commit(2), NOTE, TABLE])) == []
@@ -341,17 +178,21 @@ def test_parse_relation() -> None:
     assert described == Relation(2**32 - 1, "Weird", f"t{2**32 - 1}", "f", columns)
 
 
-# What Postgres 15 sent for the statements beside it.
-
 ORDERS = (
     b"R\x00\x00@\x00public\x00orders\x00d\x00\x03\x01id\x00\x00\x00\x00\x17\xff\xff\xff\xff"
     b"\x00name\x00\x00\x00\x00\x19\xff\xff\xff\xff\x00body\x00\x00\x00\x00\x19\xff\xff\xff\xff"
 )
+
+
 ORDERS_WITH_EXTRA = ORDERS.replace(b"d\x00\x03", b"d\x00\x04") + b"\x00extra\x00\x00\x00\x00\x10\xff\xff\xff\xff"
+
+
 EVENTS = (
     b"R\x00\x00@\x07public\x00events\x00f\x00\x02\x01k\x00\x00\x00\x00\x19\xff\xff\xff\xff"
     b"\x01v\x00\x00\x00\x06\xa4\xff\xff\xff\xff"
 )
+
+
 RECORDING = [
     b"B\x00\x00\x00\x00\x01R\xd4\xc0\x00\x03\x03\xc5\x82 4\xf6\x00\x00\x02\xd5",
     ORDERS,
@@ -418,100 +259,6 @@ def test_recording_of_a_server() -> None:
 @pytest.mark.parametrize("cut", range(len(RECORDING)))
 def test_recording_in_two_pieces(cut: int) -> None:
     check(RECORDING, [cut])
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([b"S" + bytes(30)], ["message 0", "'S'", "protocol version 1"]),
-        ([*START, change(b"I", 1, (b"N", ["1"]))], ["message 2", "public.t1", "1 values for 2 columns", "7"]),
-        ([*START, b"I\0\0\0\1N\0\2t\0\0\0\1ab\0\0\0\1c"], ["'b'", "body", "public.t1", "0/10"]),
-        ([*START, b"I\0\0\0\1N\0\2nx"], ["'x'", "body"]),
-        ([*START, insert(1, ["1", "abc"])[:-1]], ["cut short", "3 bytes for body", "2 are left"]),
-        ([*START, b"I\0\0\0\1N\0\2nt\xff\xff\xff\xff"], ["-1 bytes for body"]),
-        ([*START, insert(1, ["1", "abc"])[:-8]], ["cut short", "body"]),
-        ([*START, insert(1, ["1", "abc"]) + b"?"], ["1 bytes too many"]),
-        ([*START, change(b"D", 1, (b"K", ["1", None])) + b"?"], ["1 bytes too many"]),
-        ([*START, change(b"U", 1, (b"O", ["1", "N"]))], ["public.t1"]),
-        ([*START, change(b"I", 1, (b"K", ["1", "a"]))], ["kind 'K'"]),
-        ([*START, change(b"D", 1, (b"N", ["1", "a"]))], ["kind 'N'"]),
-        ([*START, change(b"U", 1, (b"X", ["1", "a"]))], ["kind 'X'"]),
-        ([*START_FULL, change(b"U", 1, (b"O", ["1", "a"]))], ["no new row"]),
-        ([*START, change(b"U", 1, (b"K", ["1", None]), (b"O", ["1", "a"]))], ["no new row"]),
-        ([*START_FULL, change(b"D", 1, (b"O", ["1", UNCHANGED]))], ["old value of body"]),
-        ([*START, change(b"D", 1, (b"O", ["1", "a"]))], ["kind 'O'", "replica identity 'd'"]),
-        ([*START_FULL, change(b"D", 1, (b"K", ["1", None]))], ["kind 'K'", "replica identity 'f'"]),
-        ([*START, change(b"D", 1, (b"K", [None, None]))], ["message 2", "old key lacks id"]),
-        ([*START, change(b"D", 1, (b"K", ["1", "a"]))], ["message 2", "old key has body"]),
-        ([*START, commit(17)], ["message 2", "another transaction"]),
-        ([*START, commit(16, 6)], ["message 2", "another transaction"]),
-        ([*START, commit(16), begin(8, 16)], ["message 3", "does not come after"]),
-        ([*START, commit(16) + b"?"], ["message 2", "bytes too many"]),
-        ([*START, truncate(1)[:5] + b"\x04" + truncate(1)[6:]], ["message 2", "1 relations"]),
-        ([begin(7, 16), insert(1, ["1", "a"])], ["message 1", "relation 1", "described"]),
-        ([*START, truncate(1, 99)], ["message 2", "relation 99", "described"]),
-        ([TABLE, insert(1, ["1", "a"])], ["message 1", "outside a transaction"]),
-        ([TABLE, truncate(1)], ["message 1", "outside a transaction"]),
-        ([*START, commit(16), insert(1, ["1", "a"])], ["message 3", "outside a transaction"]),
-        ([commit(16)], ["message 0", "commits outside"]),
-        ([*START, begin(8, 17)], ["message 2", "inside another"]),
-        ([*START, truncate(1)[:-1]], ["message 2", "1 relations"]),
-        ([*START, TABLE.replace(b"\0d\0", b"\0z\0")], ["b'z'"]),
-        ([*START, TABLE.replace(b"body", b"bo\xffy")], ["Relation"]),
-        ([*START, TABLE.replace(b"\0body", b"\2body")], ["Relation", "flags"]),
-    ],
-)
-def test_refusals_name_what_is_wrong(messages: list[bytes], words: list[str]) -> None:
-    with pytest.raises(ProtocolError) as refused:
-        decode(piece(messages))
-    assert [word for word in words if word not in refused.value.message] == []
-    assert refused.value.solution
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        begin(8, 17),
-        commit(16),
-        TABLE,
-        insert(1, ["1", "long enough not to be inlined"]),
-        change(b"U", 1, (b"N", ["1", None])),
-        change(b"U", 1, (b"K", ["1", None]), (b"N", ["2", UNCHANGED])),
-        change(b"D", 1, (b"K", ["1", None])),
-        truncate(1, 1),
-    ],
-    ids=lambda body: chr(body[0]),
-)
-@pytest.mark.parametrize("more", [[], [NOTE]], ids=["last", "followed"])
-def test_every_shorter_message_is_refused(body: bytes, more: list[bytes]) -> None:
-    before = [] if body[:1] == b"B" else [*START, insert(1, ["0", "a"])]
-    decode(piece([*before, body, *more]))
-    for length in range(len(body)):
-        with pytest.raises(ProtocolError):
-            decode(piece([*before, body[:length], *more]))
-
-
-def test_lengths_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="26 bytes, its data 27"):
-        decode(Piece(commit(1) + b"?", struct.pack("<i", 26), (), OpenTransaction(1, 2, 3, 0)))
-    with pytest.raises(ProtocolError, match="message 0 of the piece has -1 bytes"):
-        decode(Piece(b"", struct.pack("<2i", -1, 1), (), None))
-
-
-@pytest.mark.parametrize("body", [b"", b"R", TABLE[:20], TABLE + b"?", b"I" + TABLE[1:]])
-def test_malformed_relations_are_refused(body: bytes) -> None:
-    with pytest.raises(ProtocolError, match="malformed Relation"):
-        parse_relation(body)
-
-
-def test_packed_pieces_that_are_damaged_are_refused() -> None:
-    packed = Piece(b"data", b"len!", (TABLE, b"R2"), OpenTransaction(2**32 - 1, 2**62, -5, 3)).to_bytes()
-    for damaged in (*(packed[:length] for length in range(len(packed))), packed + b"?", b"\xff" * 100):
-        with pytest.raises(ProtocolError):
-            Piece.from_bytes(damaged)
 
 
 def test_bytes_of_a_piece_do_not_reach_logs() -> None:
