@@ -128,10 +128,12 @@ test-mysql: $(INSTALLED) java ## run the tests of the MySQL sink against MySQL, 
 	MYSQLD=$$($(BIN)/python -m tests.support.mysql_server $(DIRECTORY)) $(PYTEST) tests/sinks/mysql
 
 .PHONY: lint
-lint: $(INSTALLED) ## check style, formatting, and which folder imports which
+lint: $(INSTALLED) ## check style, formatting, which folder imports which, and that files are short
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports setup.cfg --no-cache
+	@! find airflow_cdc_provider benchmarks dags demo docs/examples local_servers -name '*.py' -exec wc -l {} + \
+		| awk '$$2 != "total" && $$1 > 400 { print $$2 " has " $$1 " lines; 400 are allowed" }' | grep . >&2
 
 .PHONY: types
 types: $(INSTALLED) ## check types
