@@ -1,7 +1,7 @@
-"""The command line: exit codes, what is said when something is wrong, and the shape of ``--json``.
+"""The command line when something is wrong: exit codes, and what is said.
 
-What is refused is refused before anything is touched; so every refusal here is followed by a look at both sides. The
-refusals run in this process, through the function behind the command, and what works runs as users run it.
+What is refused is refused before anything is touched; so every refusal here is followed by a look at both sides. They
+run in this process, through the function behind the command.
 """
 
 from __future__ import annotations

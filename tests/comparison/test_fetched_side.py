@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg2 import sql
@@ -23,8 +22,11 @@ from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import connected, rows
+from tests.comparison.two_sides import session
 from tests.conftest import Databases
 from tests.support.damages import DAMAGES, TYPES_DDL, TYPES_ROWS, Session, found
+
+__all__ = ["session"]
 
 TEXTS = st.lists(st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1)
 HASHES = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -32,12 +34,6 @@ EVENTS = """
     CREATE TABLE public.t_log (_op "char", _commit_lsn pg_lsn, _seq bigint, _before jsonb, _unchanged text[], id int,
         body text, note text)
 """
-
-
-@pytest.fixture
-def session(databases: Databases) -> Iterator[Session]:
-    with connected(databases.source, writes=True) as source, connected(databases.target, writes=True) as target:
-        yield Session(source, target)
 
 
 def fetched(

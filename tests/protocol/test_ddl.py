@@ -1,8 +1,7 @@
-"""DDL at the source while the pipeline runs: followed in order, read again, or stopped before, and then going on.
+"""DDL at the source while the pipeline runs: followed in order, or read again.
 
 Every script is played while nothing reads, so that it arrives as one batch: what is followed has to be followed where
-it stands between the changes. At the end the target is compared with the source value by value, or the state that it
-must have stopped in, and then the repair that the error names is carried out.
+it stands between the changes. At the end the target is compared with the source value by value.
 """
 
 from __future__ import annotations

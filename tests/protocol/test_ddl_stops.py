@@ -1,4 +1,4 @@
-"""DDL that cannot be followed: stopped before the first change concerned, and what helps then."""
+"""DDL that cannot be followed: the pipeline stops before it, and goes on after the repair that the error names."""
 
 from __future__ import annotations
 

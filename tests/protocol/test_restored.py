@@ -100,7 +100,7 @@ def test_a_copy_without_that_memory_loses_changes_silently(
 ) -> None:
     """The hazard: with nothing recorded of the slot, the gate opens, and what the copy has written is skipped."""
     monkeypatch.setattr(PostgresRecord, "note_source", lambda *arguments: None)
-    pipeline.target("UPDATE airflow_cdc.pipelines SET source = source - 'slot_seen'")
+    pipeline.target('UPDATE airflow_cdc.pipelines SET source = source || \'{"slot_seen": "0/0"}\'')
     fork(server, pipeline, "much")
     pipeline.source("SELECT pg_switch_wal()", "CREATE TABLE public.more ()")
     pipeline.apply()

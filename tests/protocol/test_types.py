@@ -1,4 +1,4 @@
-"""Every built-in type, types of users and of extensions: snapshot and stream carry their extremes value by value.
+"""Every built-in type: snapshot and stream carry its extremes value by value.
 
 What is compared is the text that each server's own output function writes, because that is what Postgres itself
 restores a dump from.

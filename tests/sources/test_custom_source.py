@@ -27,6 +27,7 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record, sin
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.contract import source_of
+from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STREAM
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
@@ -162,6 +163,20 @@ def test_a_pipeline_over_tables_is_not_dropped_by_that_of_a_journal(pipeline: Jo
     with pytest.raises(ConfigError, match="has been provisioned with 'postgres'"):
         commands.drop(pipeline.pipeline)
     assert sink.record() is not None
+    assert "'postgres'" in commands.status(pipeline.pipeline)["attention"]["message"]
+
+
+def test_a_lost_record_of_a_pipeline_over_tables_is_told_by_its_copy(pipeline: JournalUnderTest) -> None:
+    pipeline.provision()
+    state = State(pipeline.pipeline.state)
+    ledger = state.read("ledger.json")
+    assert ledger is not None
+    ledger["identity"]["source"] = "postgres"
+    state.write("ledger.json", ledger)
+    sink_of(pipeline.pipeline).drop()
+    with pytest.raises(ConfigError, match="has been provisioned with 'postgres'"):
+        commands.drop(pipeline.pipeline)
+    assert state.read("ledger.json") == ledger
 
 
 def test_a_file_of_before_is_noticed_at_every_start(pipeline: JournalUnderTest) -> None:

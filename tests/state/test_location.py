@@ -51,7 +51,7 @@ BEAT = Heartbeat(
     },
 )
 LEDGER = {
-    "identity": {"slot": "s"},
+    "identity": {"source": "postgres", "slot": "s"},
     "sinks": [{"sink": {"place": "x"}, "mode": "mirror", "targets": {"public.t": ["public", "t"]}}],
     "epoch": 1,
     "chunks": [{"table": "public.t", "index": 0, "lower": None, "upper": None, "finished": True, "rows": 5}],

@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.changes.row_counts import count_rows
 from airflow_cdc_provider.engine.changes.schema_change import fits
 from airflow_cdc_provider.engine.changes.snapshot_filter import Visibility, keep, truncate_visibility
 from airflow_cdc_provider.engine.core.effect import COUNT, ERASED, MISSING, OLD_KIND, OP, UNCHANGED, Effect
+from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.row_changes import Changes
 from airflow_cdc_provider.engine.core.table import Table
@@ -108,7 +109,7 @@ def effects(
     return PieceEffects(tuple(result), frozenset(split_truncates), counted)
 
 
-def between(changes: Changes, since: int, before: int) -> Changes:
+def between(changes: Changes, since: LogPosition, before: LogPosition) -> Changes:
     """The changes of transactions whose commit record lies in ``[since, before)``."""
     chosen = (changes.commit_lsn >= since) & (changes.commit_lsn < before)
     if chosen.all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from airflow_cdc_provider.engine.commands.attention import (
@@ -13,12 +14,12 @@ from airflow_cdc_provider.engine.commands.attention import (
 )
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.record import Record, require_kind
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.sinks.all_records import merged
-from airflow_cdc_provider.engine.sources.contract import SourceStatus, source_of
+from airflow_cdc_provider.engine.sources.contract import SourceStatus, source_of, trouble_of
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat, read_heartbeats
@@ -44,11 +45,13 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     known = [record for record in records.values() if record is not None]
     if len(known) == len(pipeline.sinks):
         record = merged(known)
-    at_source = SourceStatus()
-    try:
-        at_source = source_of(pipeline).status(record, known, judge=not beats)  # a job passes the gate itself
-    except ConnectionFailed as e:
-        unreachable["source"] = e
+    foreign = trouble_of(partial(_require_kinds, pipeline, known))
+    at_source = SourceStatus(trouble=foreign)
+    if foreign is None:
+        try:
+            at_source = source_of(pipeline).status(record, known, judge=not beats)  # a job passes the gate itself
+        except ConnectionFailed as e:
+            unreachable["source"] = e
     if unreachable and not beats:
         raise next(iter(unreachable.values()))
     lag_seconds = at_source.lag_seconds
@@ -93,6 +96,11 @@ def _tables(record: Record, beats: Sequence[Heartbeat]) -> list[dict[str, Any]]:
     ranges = [c for c in record.chunks if c.keys is None]
     planned = {(c.chunk.table, c.chunk.index): (c.watermark is not None, c.rows) for c in ranges}
     return chunk_grid(planned, [beat for beat in beats if beat.epoch >= record.epoch])
+
+
+def _require_kinds(pipeline: Pipeline, records: Sequence[Record]) -> None:
+    for record in records:
+        require_kind(pipeline.source.type, record.identity)
 
 
 def _condition(

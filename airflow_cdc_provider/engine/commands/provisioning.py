@@ -9,7 +9,7 @@ from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.commands.repair import resnapshot
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.core.lsn import format_lsn
-from airflow_cdc_provider.engine.core.record import Record, noted_by
+from airflow_cdc_provider.engine.core.record import Record, require_kind
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.record_copy import read_ledger
@@ -53,7 +53,7 @@ def _require_ready(pipeline: Pipeline) -> None:
     for branch in pipeline.branches:
         if read_ledger(branch, state) is not None:  # so that there has been a record, which must not be begun anew
             record = existing_record(branch)
-            noted_by(branch.source.type, record.identity)
+            require_kind(branch.source.type, record.identity)
             require_mode(branch, record.identity)
     require(checks.preflight(pipeline))
 

@@ -1,7 +1,7 @@
 """Positions in the log of a source, and those of Postgres's write-ahead log: log sequence numbers.
 
 Inside the engine they are plain integers, which NumPy, Arrow and comparisons
-understand, told apart by their types alone. At every border (JSON, SQL, logs)
+understand; their type alone tells them from other numbers. At every border (JSON, SQL, logs)
 they are texts ``X/Y``, as Postgres writes its LSNs, since JavaScript rounds
 integers above 2^53.
 """
@@ -18,7 +18,7 @@ between two of them, the source alone knows."""
 LOG_START = LogPosition(0)
 """Before all that is in a log."""
 LOG_END = LogPosition((1 << 63) - 1)
-"""Beyond all of them."""
+"""Beyond all that is in a log."""
 
 Lsn: TypeAlias = LogPosition
 """A position in Postgres's write-ahead log: bytes since its start."""

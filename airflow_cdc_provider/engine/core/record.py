@@ -73,7 +73,8 @@ class Record:
     :param epoch: number of the run that may commit.
     :param applied: end LSN of the last transaction applied.
     :param advanced: when that was, in seconds since 1970 by the sink's clock.
-    :param identity: the kind of source, the mode, and what the source has noted of itself, see :func:`noted_by`.
+    :param identity: the kind of ``source``, the ``mode``, and beside these what the source has noted, see
+        :func:`noted_by`.
     :param chunks: finished and unfinished chunks and re-reads, by table and index.
     """
 
@@ -116,18 +117,24 @@ class Record:
 Mode: TypeAlias = Literal["mirror", "changelog"]
 
 
-def noted_by(source: str, identity: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a kind of source has noted in a record, for that kind alone to read.
+def require_kind(source: str, identity: Mapping[str, Any]) -> None:
+    """Refuse a record that another kind of source has filled: the file may not change it.
 
-    :param source: its name in ``source.type``.
+    :param source: the kind, by its name in ``source.type``.
     :param identity: of the record, or of its copy.
-    :raises ConfigError: when another kind has filled the sink: the file may not change it.
+    :raises ConfigError: naming both.
     """
-    if identity["source"] != source:
+    recorded = identity.get("source")
+    if recorded != source:
         raise ConfigError(
-            f"source.type: {source!r}, but the pipeline of this name has been provisioned with {identity['source']!r}",
+            f"source.type: {source!r}, but the pipeline of this name has been provisioned with {recorded!r}",
             "Put the source back, or use another pipeline name for the other source.",
         )
+
+
+def noted_by(source: str, identity: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a kind of source has noted in a record, for that kind alone to read; see :func:`require_kind`."""
+    require_kind(source, identity)
     return identity
 
 

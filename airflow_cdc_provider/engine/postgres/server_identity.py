@@ -36,7 +36,7 @@ class Origin:
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Origin:
-        """The origin that stands in a commit record's ``identity``, as the gate has noted it there."""
+        """The origin that stands in a commit record's ``identity``: by the names of :class:`.SlotIdentity`'s fields."""
         return cls(str(identity["system"]), int(identity["timeline"]), int(identity["database"]))
 
     def require(self, found: Sequence[Any], dsn: str) -> None:

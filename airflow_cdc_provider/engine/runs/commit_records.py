@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -46,6 +49,14 @@ def existing_record(pipeline: Pipeline) -> Record:
             attached(pipeline).without_record,
         )
     return record
+
+
+def identity_of(branch: Pipeline, noted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``identity`` of a record that begins.
+
+    :param noted: what the source notes of itself.
+    """
+    return {**noted, "source": branch.source.type, "mode": branch.sink.mode}
 
 
 def require_targets(pipeline: Pipeline, sink: Sink, record: Record) -> None:

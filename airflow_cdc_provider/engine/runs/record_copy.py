@@ -12,7 +12,7 @@ from typing import Any
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import values_hidden
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.record import Record, require_kind
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
@@ -102,6 +102,7 @@ def read_ledger(pipeline: Pipeline, state: State) -> Ledger | None:
 
 def _as_ledger(values: dict[str, Any]) -> dict[str, Any]:
     as_type(values["identity"], dict[str, Any], "identity")
+    as_type(values["identity"]["source"], str, "identity.source")
     as_type(values["epoch"], int, "epoch")
     for sink in values["sinks"]:
         as_type(sink["sink"], dict[str, Any], "sink")
@@ -116,6 +117,17 @@ def _with_chunks(values: dict[str, Any]) -> dict[str, Any]:
         for name, kind in names.items():
             as_type(chunk[name], kind, f"chunks.{name}")
     return _as_ledger(values)
+
+
+def require_same_source(pipeline: Pipeline, state: State) -> None:
+    """Refuse a pipeline of which a sink's record, or the copy of it, was made with another kind of source.
+
+    :raises ConfigError: naming both.
+    """
+    for branch in pipeline.branches:
+        known = sink_of(branch).record() or read_ledger(branch, state)
+        if known is not None:
+            require_kind(pipeline.source.type, known.identity)
 
 
 def forget_ledger(state: State) -> None:

@@ -61,14 +61,6 @@ def target_for(branch: Pipeline, table: Table) -> Target:
     return Target(branch.transform.table(table), *target_name(branch, table))
 
 
-def identity_of(branch: Pipeline, noted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``identity`` of a record that begins.
-
-    :param noted: what the source notes of itself.
-    """
-    return {**noted, "source": branch.source.type, "mode": branch.sink.mode}
-
-
 def require_mode(branch: Pipeline, identity: Mapping[str, Any]) -> str:
     """Refuse another mode than that of what has been written, which the file may not change.
 

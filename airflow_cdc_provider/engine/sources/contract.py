@@ -135,7 +135,8 @@ class Source(AttachedSource, Protocol):
     def provision(self, takeover: bool) -> tuple[Record, Mapping[str, Any]]:
         """Make, or verify, what the pipeline needs at the source, target tables and records; take the epoch of a run.
 
-        Called after all checks have passed.
+        Called after all checks have passed. The ``identity`` of a record that begins is that of
+        :func:`.commit_records.identity_of`; what is noted later leaves its ``source`` and ``mode`` as they are.
 
         :returns: the commit record, and facts about the source to be shown.
         :raises CdcError: when something stands in the way; then nothing has been changed, but for sinks that have begun
@@ -197,6 +198,7 @@ class Source(AttachedSource, Protocol):
 
         :param source_gone: go on if the source cannot be reached.
         :returns: the statements that would remove what may be left there.
+        :raises ConfigError: when another kind of source has filled a sink; then nothing has been removed.
         """
 
 

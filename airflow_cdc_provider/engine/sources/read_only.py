@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError, SlotBudgetExceeded
 from airflow_cdc_provider.engine.core.findings import Finding
-from airflow_cdc_provider.engine.core.record import Record, Target, noted_by
+from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs.commit_records import (
@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.runs.commit_records import (
     sink_of,
 )
 from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
-from airflow_cdc_provider.engine.runs.record_copy import forget_ledger
+from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, require_same_source
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.runs.source import Fence
@@ -167,9 +167,8 @@ class ReadOnlySource:
         """See :meth:`.Source.remove`: nothing is left at the source."""
         pipeline, state = self.pipeline, State(self.pipeline.state)
         refuse_others(state, pipeline.name)
+        require_same_source(pipeline, state)  # another kind may have left something at its source
         record = record_if_any(pipeline)
-        if record is not None:
-            noted_by(pipeline.source.type, record.identity)  # another kind may have left something at its source
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         forget_ledger(state)
         commit_record_of(pipeline).drop()

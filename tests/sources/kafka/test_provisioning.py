@@ -11,8 +11,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
-from airflow_cdc_provider.engine.runs.commit_records import sink_of
-from airflow_cdc_provider.engine.runs.sink_checks import identity_of
+from airflow_cdc_provider.engine.runs.commit_records import identity_of, sink_of
 from airflow_cdc_provider.engine.sources.kafka import provisioning
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases

@@ -291,7 +291,7 @@ class MysqlRecord(MysqlTargets):
 
 
 def _chunk_record(
-    definition: str, snapshot: str | None, high: LogPosition | None, count: int | None, keys: str | None
+    definition: str, snapshot: str | None, high: int | None, count: int | None, keys: str | None
 ) -> ChunkRecord:
     watermark = Watermark(Snapshot.parse(snapshot), LogPosition(int(high))) if snapshot and high else None
     return ChunkRecord(

@@ -129,9 +129,7 @@ def target_of(contents: Contents, label: str) -> Target:
 def highest(contents: Contents, label: str | None = None) -> LogPosition:
     """The highest H of the reads that have been committed, of one table or of all; 0 without any."""
     chunks = contents.get("chunks", {}).values()
-    return max(
-        (parse_lsn(c["high"]) for c in chunks if "high" in c and label in (None, _label(c))), default=LogPosition(0)
-    )
+    return max((parse_lsn(c["high"]) for c in chunks if "high" in c and label in (None, _label(c))), default=LOG_START)
 
 
 def record_of(contents: Contents) -> Record | None:
@@ -210,7 +208,7 @@ def reread(
     else:
         indexes = [v["definition"]["index"] for v in contents.get("chunks", {}).values() if _label(v) == label]
         read, gone = {}, []
-        for n, part in enumerate(_parts(sorted(keys)), max(indexes, default=LOG_START) + 1):
+        for n, part in enumerate(_parts(sorted(keys)), max(indexes, default=0) + 1):
             chunk = Chunk(label, n, None, None)
             read[chunk_key(chunk)] = _finished(chunk, part, watermark, 0 if read else rows, epoch)
     return Change({"chunks": read}, {"chunks": gone}) + redefined(target)

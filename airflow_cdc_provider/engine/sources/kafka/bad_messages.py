@@ -37,7 +37,7 @@ from airflow_cdc_provider.engine.sinks.contract import Rehearsing
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.culprits import Culprit, Part, culprits, tipping
-from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, behind_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, UnitNumber, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted, without
@@ -57,7 +57,9 @@ class SetAside(StreamFailed):
     """Messages are passed over from here on, by the sinks' records: the query begins again without them."""
 
 
-def stage_rows(run: Run, rows: DataFrame, table: Table, name: str, unit: int, segment: int = 0) -> list[StagedPiece]:
+def stage_rows(
+    run: Run, rows: DataFrame, table: Table, name: str, unit: UnitNumber, segment: int = 0
+) -> list[StagedPiece]:
     """Stage what the query returns for a sink.
 
     :param name: one that no other attempt of a unit has.
@@ -73,7 +75,7 @@ def stage_rows(run: Run, rows: DataFrame, table: Table, name: str, unit: int, se
     return found
 
 
-def stage_effect(run: Run, unit: int, effect: Effect) -> StagedPiece:
+def stage_effect(run: Run, unit: UnitNumber, effect: Effect) -> StagedPiece:
     """Stage what a truncate does to a sink."""
     staged = run.sink.stage(run.epoch, f"{run.epoch}_{unit}_truncate_{uuid.uuid4().hex[:8]}", [effect])
     return StagedPiece("", "", 0, 0, b"", tuple(staged), frozenset(), LOG_START)
@@ -99,7 +101,9 @@ class Blame:
     position: RecordedTopics
     _numbers: Iterator[int] = field(default_factory=count)
 
-    def verdict(self, failure: Exception, start: Callable[[], Offsets], end: Offsets, unit: int) -> CdcError | None:
+    def verdict(
+        self, failure: Exception, start: Callable[[], Offsets], end: Offsets, unit: UnitNumber
+    ) -> CdcError | None:
         """Return why a unit fails: messages that have been set aside, or are named; ``None`` for anything else.
 
         :param start: tells the offsets from which on the unit's messages are.
@@ -124,7 +128,9 @@ class Blame:
         places = ", ".join(each.place for each in skips)
         return SetAside(f"messages go to {self.source.dead_letters}: {places}", "The query begins again without them.")
 
-    def lacking(self, missing: MissingValues, start: Callable[[], Offsets], end: Offsets, unit: int) -> BadRecord:
+    def lacking(
+        self, missing: MissingValues, start: Callable[[], Offsets], end: Offsets, unit: UnitNumber
+    ) -> BadRecord:
         """Return the error for updates that leave values out of rows which a unit and a target do not have as a whole.
 
         :param start, end: see :meth:`verdict`.
@@ -135,7 +141,7 @@ class Blame:
         found = tipping(Part.between(start(), end), partial(self._failure, unit, MissingValues))
         return unknown(missing) if found is None else unknown(found[1], found[0])
 
-    def _failure(self, unit: int, kind: type[E], part: Part) -> E | None:
+    def _failure(self, unit: UnitNumber, kind: type[E], part: Part) -> E | None:
         """Return what a part of a unit fails of, if it is of some kind: others may come of what it is without."""
         try:
             self._rehearse(part, unit)
@@ -146,7 +152,7 @@ class Blame:
             return error if isinstance(error, kind) else None
         return None
 
-    def _rehearse(self, part: Part, unit: int) -> None:
+    def _rehearse(self, part: Part, unit: UnitNumber) -> None:
         """Bring a part of a unit as far as can be taken back."""
         self.run.check()
         if self.run.stopping:
@@ -157,7 +163,7 @@ class Blame:
             if isinstance(branch.sink, Rehearsing):
                 branch.sink.rehearse(branch.epoch, [*self._first(branch, unit), *staged])
 
-    def _first(self, branch: Run, unit: int) -> list[StagedPiece]:
+    def _first(self, branch: Run, unit: UnitNumber) -> list[StagedPiece]:
         """Return what a mirror gets first: it is emptied, and rows that are gone by then refuse nothing."""
         if branch.sink.mode != "mirror" or not self.position.truncates:
             return []

@@ -82,14 +82,18 @@ class RecordedTopics:
             noted["checkpoint"],
             noted["base"],
             skips_of(noted),
-            tuple(noted.get("truncates", ())),
-            noted.get("truncated", {}),
+            tuple(noted["truncates"]),
+            noted["truncated"],
         )
 
     @property
     def floors(self) -> Offsets:
         """The offsets up to which messages are of before a truncate."""
         return self.truncates[-1] if self.truncates else self.truncated
+
+    def shown(self) -> dict[str, Any]:
+        """What ``status`` shows of it, as JSON values."""
+        return {"offsets": self.offsets, "skipped": [asdict(skip) for skip in self.skipped]}
 
     def to_notes(self) -> dict[str, Any]:
         """What is noted in the record."""

@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
 from airflow_cdc_provider.engine.runs.commit_records import (
     existing_record,
+    identity_of,
     record_if_any,
     require_targets,
     sink_of,
@@ -27,7 +28,6 @@ from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import (
     check_targets,
-    identity_of,
     require_mode,
     target_for,
     target_name,

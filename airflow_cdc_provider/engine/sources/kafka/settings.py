@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.record import noted_by
 from airflow_cdc_provider.engine.core.section import Section, without_password
 from airflow_cdc_provider.engine.core.section_values import as_positive_integer, as_seconds, as_text, one_of
 from airflow_cdc_provider.engine.core.table import Table
@@ -203,7 +204,7 @@ class TopicSettings:
     def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
         """See :meth:`.SourceSettings.datasets`: the topics that have been read."""
         server = f"kafka://{self.brokers.partition(',')[0]}"
-        return [(server, topic) for topic in sorted(identity["topics"])]
+        return [(server, topic) for topic in sorted(noted_by("kafka", identity)["topics"])]
 
     @property
     def schema_and_name(self) -> tuple[str, str]:

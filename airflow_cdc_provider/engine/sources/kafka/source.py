@@ -25,15 +25,12 @@ from airflow_cdc_provider.engine.sources.kafka.gate import lag_of, pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.preflight import check
 from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
-from airflow_cdc_provider.engine.sources.kafka.skipped_messages import NOTED, Skip
+from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from airflow_cdc_provider.engine.sources.read_only import ReadOnlySource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-_READ: dict[str, Any] = {"offsets": {}, "skipped": []}
-"""What a commit record says of topics, with what it says when there is none."""
 
 
 class KafkaSource(ReadOnlySource):
@@ -95,7 +92,7 @@ class KafkaSource(ReadOnlySource):
 
     def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
         """See :meth:`.Source.status`: offsets, messages that are passed over, and how many have not been read."""
-        read = {name: record.identity.get(name, default) if record else default for name, default in _READ.items()}
+        read = {"offsets": {}, "skipped": []} if record is None else RecordedTopics.of(record).shown()
         facts = {**read, **lag_of(self.pipeline, record)}
         return SourceStatus(
             facts=facts, trouble=trouble_of(lambda: self.require_continuation(records)) if judge else None
@@ -111,7 +108,7 @@ class KafkaSource(ReadOnlySource):
         """See :meth:`.Source.skip`."""
         skips = [Skip(topic, partition, first, last, "passed over by hand") for first, last in offsets]
         record = provisioning.skip(self.pipeline, skips, takeover)
-        return {"epoch": record.epoch, "skipped": record.identity[NOTED]}
+        return {"epoch": record.epoch, "skipped": RecordedTopics.of(record).shown()["skipped"]}
 
     def forget(self) -> None:
         """See :meth:`.ReadOnlySource.forget`: Spark's checkpoint."""

@@ -32,6 +32,7 @@ from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, dr
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, to_texts
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
+from airflow_cdc_provider.engine.sources.kafka.position import UnitNumber
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import Away, masks, net_of
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
@@ -66,7 +67,7 @@ class TopicStage:
     epoch: int
     batch: str
     table: Table
-    unit: int
+    unit: UnitNumber
     segment: int
     transform: RowTransform
 

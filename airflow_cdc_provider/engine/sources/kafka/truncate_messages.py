@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside, emptying, stage_effect, stage_rows
-from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, behind_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, UnitNumber, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
@@ -63,7 +63,9 @@ class Truncates:
     missed: Accumulator[frozenset[int]]
 
     @contextmanager
-    def noticed(self, start: Callable[[], Offsets], end: Offsets, unit: int, applied: Sequence[int]) -> Iterator[None]:
+    def noticed(
+        self, start: Callable[[], Offsets], end: Offsets, unit: UnitNumber, applied: Sequence[UnitNumber]
+    ) -> Iterator[None]:
         """Stage a unit, and if it comes to a truncate, note where that stands in all partitions.
 
         :param start: tells the offsets from which on the unit's messages are.
@@ -85,7 +87,7 @@ class Truncates:
             place = f"message {met.offset} of {met.topic}[{met.partition}]"
             raise Truncating(f"{place} is a truncate", "The query begins again behind it.") from e
 
-    def staged(self, run: Run, unit: int) -> list[StagedPiece]:
+    def staged(self, run: Run, unit: UnitNumber) -> list[StagedPiece]:
         """Stage for a sink what a unit begins with, by the truncates that are noted."""
         pieces: list[StagedPiece] = []
         start, floors = self.position.offsets, self.position.truncated
@@ -140,7 +142,7 @@ def _within(start: Offsets, end: Offsets) -> Offsets:
     }
 
 
-def _event(table: Table, unit: int, number: int) -> Effect:
+def _event(table: Table, unit: UnitNumber, number: int) -> Effect:
     """Return the event of a changelog."""
     numbers = {"commit_lsn": unit, "seq": ((number + 1) << SEGMENT_BITS) - 1, "xid": unit & 0xFFFFFFFF}
     numbers["commit_ts"] = time.time_ns() // 1000

@@ -18,13 +18,13 @@ _PUBLISHED = "published:"
 class RecordedSlot:
     """The slot that the sinks are filled from, as it was when it was made, and what has been noted of it since.
 
-    :param identity: of the slot; its timeline is the one on which the slot was seen last.
+    :param slot_identity: its timeline is the one on which the slot was seen last.
     :param created_publication: whether the publication has been made with the slot, and goes with it.
     :param seen: the highest ``restart_lsn`` that was seen on that timeline.
     :param published: the entries of the catalog that publish each leaf, see :func:`.published_entries`.
     """
 
-    identity: SlotIdentity
+    slot_identity: SlotIdentity
     created_publication: bool
     seen: Lsn = LOG_START
     published: Mapping[int, str] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class RecordedSlot:
     @property
     def origin(self) -> Origin:
         """Where rows have to be read that go with it."""
-        return Origin(self.identity.system, self.identity.timeline, self.identity.database)
+        return Origin(self.slot_identity.system, self.slot_identity.timeline, self.slot_identity.database)
 
     def to_notes(self) -> dict[str, Any]:
         """What is noted in the record."""
-        made = {**asdict(self.identity), "created_publication": self.created_publication}
+        made = {**asdict(self.slot_identity), "created_publication": self.created_publication}
         return {**made, **noted_seen(self.seen), **noted_published(self.published)}
 
 

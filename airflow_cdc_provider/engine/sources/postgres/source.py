@@ -93,7 +93,7 @@ class PostgresSource:
     def take_epoch(self, record: Record, records: CommitRecord, owner: str) -> int:
         """See :meth:`.AttachedSource.take_epoch`."""
         # Of the record, not of the file: a slot that the file names by mistake is another's.
-        name = RecordedSlot.of(record.identity).identity.slot
+        name = RecordedSlot.of(record.identity).slot_identity.slot
         # Its session is opened before: one that cannot replicate must not end a run that can.
         with connected(self.settings.dsn) as source, slot_session(self.settings, source) as session:
             require_primary(source)
@@ -225,7 +225,7 @@ class PostgresSource:
     def _complete(self, source: Connection, record: Record) -> bool:
         """Return whether the pipeline was to copy only, and has done so and removed its slot."""
         copied = self.pipeline.snapshot.mode == "only" and record.consistent
-        return copied and slots.read_slot(source, RecordedSlot.of(record.identity).identity.slot) is None
+        return copied and slots.read_slot(source, RecordedSlot.of(record.identity).slot_identity.slot) is None
 
     # -- commands -----------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class PostgresSource:
         if not record.consistent:
             return False
         with connected(self.settings.dsn) as source:
-            return slots.read_slot(source, RecordedSlot.of(record.identity).identity.slot) is None
+            return slots.read_slot(source, RecordedSlot.of(record.identity).slot_identity.slot) is None
 
     def release(self, record: Record) -> None:
         """See :meth:`.Source.release`."""

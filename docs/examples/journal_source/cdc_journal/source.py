@@ -23,12 +23,12 @@ from airflow_cdc_provider.engine.core.record import Record, Target, noted_by
 from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, sink_of
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, identity_of, record_if_any, sink_of
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.record_copy import write_ledger
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
-from airflow_cdc_provider.engine.runs.sink_checks import identity_of, require_mode, targets_of
+from airflow_cdc_provider.engine.runs.sink_checks import require_mode, targets_of
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.contract import (
     CheckedSource,

@@ -1,4 +1,4 @@
-"""The buffer's cuts, on made-up messages; the reader and its acknowledgements, on a real slot."""
+"""The buffer of the log: where batches are cut, on made-up messages."""
 
 from __future__ import annotations
 

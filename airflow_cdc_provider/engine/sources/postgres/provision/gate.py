@@ -56,7 +56,7 @@ class Passage:
 
     def has_moved(self, record: Record) -> bool:
         """Whether the source is on another timeline than the commit record knows."""
-        return self.timeline != RecordedSlot.of(record.identity).identity.timeline
+        return self.timeline != RecordedSlot.of(record.identity).slot_identity.timeline
 
     def news(self, record: Record) -> dict[str, Any]:
         """What of it the commit record does not know yet, as it is noted there.
@@ -109,14 +109,14 @@ def gate(
     applied = record.applied if applied_now is None else applied_now()
     now = read_identity(connection, source.slot, source.publication)
     recorded = RecordedSlot.of(record.identity)
-    _check_identity(recorded.identity, source, now)
-    moved = now.timeline != recorded.identity.timeline
+    _check_identity(recorded.slot_identity, source, now)
+    moved = now.timeline != recorded.slot_identity.timeline
     _check_slot(connection, source, record, state, applied, f"timeline {now.timeline}" if moved else None)
     assert state is not None
     # The filters of chunks with H beyond it are needed too.
     needed = max(applied, record.high)
     if moved:
-        _check_timeline(source, recorded.identity.timeline, now.timeline, needed)
+        _check_timeline(source, recorded.slot_identity.timeline, now.timeline, needed)
     elif state.restart_lsn < recorded.seen:
         raise GateClosed(
             f"slot {source.slot!r} has gone back to {format_lsn(state.restart_lsn)}, from"

@@ -19,16 +19,22 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.lsn import Lsn
-from airflow_cdc_provider.engine.core.record import Record, Target, noted_by
+from airflow_cdc_provider.engine.core.record import Record, Target, require_kind
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, scalar
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
-from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, require_targets, sink_of
+from airflow_cdc_provider.engine.runs.commit_records import (
+    existing_record,
+    identity_of,
+    record_if_any,
+    require_targets,
+    sink_of,
+)
 from airflow_cdc_provider.engine.runs.record_copy import Ledger, read_ledger, write_ledger
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
-from airflow_cdc_provider.engine.runs.sink_checks import identity_of, require_mode, target_name, targets_of
+from airflow_cdc_provider.engine.runs.sink_checks import require_mode, target_name, targets_of
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import ancestors
@@ -78,7 +84,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
             present = replace(pipeline, sinks=tuple(b.sink for b in pipeline.branches if b not in new))
             for branch in present.branches:
                 own = existing_record(branch)
-                noted_by("postgres", own.identity)
+                require_kind("postgres", own.identity)
                 require_mode(branch, own.identity)
                 _refuse_other_names(branch, own)
             epoch = take_epoch(present, state, takeover)
@@ -264,6 +270,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
 
     :returns: the epoch under which the tables are to be read.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    :raises ConfigError: when another kind of source has filled a sink, or the file has other names or modes.
     :raises GateClosed: when the slot's name belongs to others, or there is neither record nor ledger.
     :raises ForeignTable: when a target is not ours, as far as record or ledger tell; slot and publication stay then.
     """
@@ -284,14 +291,14 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
         for branch, own, vouching in branches:
             told = own or vouching
             if told is not None:
-                noted_by("postgres", told.identity)
+                require_kind("postgres", told.identity)
                 require_mode(branch, told.identity)
             if own is not None:
                 _refuse_other_names(branch, own)
         before = RecordedSlot.of(known.identity)
         require_primary(source)
         tables = resolve(source, postgres_settings(pipeline).tables)
-        if postgres_settings(pipeline).slot != before.identity.slot:
+        if postgres_settings(pipeline).slot != before.slot_identity.slot:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, postgres_settings(pipeline).slot)
         if not before.created_publication:

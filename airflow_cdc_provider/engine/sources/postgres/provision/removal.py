@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, quoted
 from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, record_if_any
-from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger
+from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger, require_same_source
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import drop_publication
 from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
@@ -37,12 +37,14 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
 
     :param source_gone: go on if the source cannot be reached.
     :returns: the statements that would remove what may be left on the source.
-    :raises ConfigError: when the state is that of another pipeline; nothing has been removed then, nor by these:
+    :raises ConfigError: when the state is that of another pipeline, or another kind of source has filled a sink;
+        nothing has been removed then, nor by these:
     :raises ConnectionFailed: when a server cannot be reached.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
     """
     state, records = State(pipeline.state), commit_record_of(pipeline)
     refuse_others(state, pipeline.name)
+    require_same_source(pipeline, state)
     with ExitStack() as stack:
         source = None
         try:
@@ -103,7 +105,7 @@ def _made(pipeline: Pipeline, record: Record | None, state: State) -> tuple[str 
         left = state.read_as(PROVISIONING, _as_provisioning)
         return None if left is None else left["slot"], None
     made = RecordedSlot.of(known.identity)
-    return made.identity.slot, postgres_settings(pipeline).publication if made.created_publication else None
+    return made.slot_identity.slot, postgres_settings(pipeline).publication if made.created_publication else None
 
 
 def _as_provisioning(values: dict[str, Any]) -> dict[str, Any]:

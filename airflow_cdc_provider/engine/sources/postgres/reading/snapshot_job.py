@@ -58,10 +58,9 @@ def copy_chunks(
         for branch in run.branches:
             own = record if branch is run else existing_record(branch.pipeline)
             targets = {target.table.label: target for target in own.targets}
-            unfinished = frozenset(own.unfinished)
+            unfinished, origin = frozenset(own.unfinished), RecordedSlot.of(own.identity).origin
             for chunk in filter(unfinished.__contains__, chunks):
                 target = targets[chunk.table]
-                origin = RecordedSlot.of(own.identity).origin
                 read = plan_chunk_read(source, postgres_settings(pipeline).dsn, target.table, chunk, origin)
                 tasks.append((branch, ChunkTask(branch.sink, run.epoch, target, chunk, read, pipeline.transform)))
     started = looked = time.monotonic()

@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.changes.effects import TableFilter, between, ef
 from airflow_cdc_provider.engine.changes.row_transform import RowTransform, transformed_effect
 from airflow_cdc_provider.engine.changes.schema_change import Misfit, first_misfit
 from airflow_cdc_provider.engine.core.errors import CdcError, values_hidden
-from airflow_cdc_provider.engine.core.lsn import LOG_END, Lsn
+from airflow_cdc_provider.engine.core.lsn import LOG_END, LOG_START, Lsn
 from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.core.row_changes import Changes
 from airflow_cdc_provider.engine.core.table import Table
@@ -74,7 +74,7 @@ class Stage:
     high: Lsn
     source_dsn: str = field(repr=False)
     transform: RowTransform
-    since: int = 0
+    since: Lsn = LOG_START
     before: Lsn = LOG_END
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
