@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget
 from airflow_cdc_provider.engine.postgres.slots import SlotState
-from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings, postgres_settings
+from airflow_cdc_provider.engine.sources.postgres.settings import has_slot, postgres_settings
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 from airflow_cdc_provider.plugins.reports import Report
@@ -132,7 +132,7 @@ def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) 
     history = report.history or {"samples": [], "batches": [], "errors": []}
     return summary | {
         "captured": list(pipeline.source.captured),
-        "reads_topics": pipeline.source.type == "kafka",
+        "has_slot": has_slot(pipeline),
         "sinks": [f"{sink.type} ({sink.mode})" for sink in pipeline.sinks],
         "series": _series(history["samples"]),
         "batches": history["batches"][::-1],
@@ -188,9 +188,9 @@ def _reported_slot(report: Report) -> Values | None:
 
 def _slot(pipeline: Pipeline, report: Report, poll: Poll | None, last: Mapping[str, Any]) -> Values | None:
     """The slot's present state, as the one says who saw it last, and where it stands in the log."""
-    if not isinstance(pipeline.source, PostgresSourceSettings):
+    if not has_slot(pipeline):
         return None
-    name = {"name": pipeline.source.slot}
+    name = {"name": postgres_settings(pipeline).slot}
     reported = _reported_slot(report)
     if poll is not None and (reported is None or poll.at > reported["at"]):
         if poll.error is not None:

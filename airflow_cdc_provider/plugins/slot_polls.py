@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected, without_database
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState, read_slots
-from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings, postgres_settings
+from airflow_cdc_provider.engine.sources.postgres.settings import has_slot, postgres_settings
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 
 POLL_SECONDS = 15.0
@@ -69,8 +69,8 @@ class SlotPolls:
             except CdcError as e:
                 self._note({path: Poll(time.time(), error=e)})
             else:
-                if isinstance(pipeline.source, PostgresSourceSettings):
-                    servers[without_database(pipeline.source.dsn)][path] = pipeline
+                if has_slot(pipeline):
+                    servers[without_database(postgres_settings(pipeline).dsn)][path] = pipeline
         for pipelines in servers.values():
             self._pool.submit(self._ask_server, pipelines)
 

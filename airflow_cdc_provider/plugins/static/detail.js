@@ -79,12 +79,12 @@ function Body({ pipeline, width }) {
   );
 }
 
-function Facts({ pipeline: { lag_bytes, lag_messages, lag_seconds, reads_topics, rows_per_second, slot, snapshot, batches, now } }) {
+function Facts({ pipeline: { lag_bytes, lag_messages, lag_seconds, has_slot, rows_per_second, slot, snapshot, batches, now } }) {
   const [batch] = batches;
   const facts = [
-    reads_topics ? ["Lag", count(lag_messages), "messages not read"] : ["Lag", bytes(lag_bytes), lag_seconds == null ? "of log not applied" : `${duration(lag_seconds)} behind`],
+    has_slot ? ["Lag", bytes(lag_bytes), lag_seconds == null ? "of log not applied" : `${duration(lag_seconds)} behind`] : ["Lag", count(lag_messages), "messages not read"],
     ["Rows/s", count(rows_per_second ?? snapshot?.rows_per_second), snapshot ? "copied" : "applied"],
-    !reads_topics && ["Retained WAL", bytes(slot?.retained_bytes), slot?.budget_bytes ? `budget ${bytes(slot.budget_bytes)}, then ${slot.budget_action}` : "on the source"],
+    has_slot && ["Retained WAL", bytes(slot?.retained_bytes), slot?.budget_bytes ? `budget ${bytes(slot.budget_bytes)}, then ${slot.budget_action}` : "on the source"],
     snapshot
       ? ["Snapshot", `${snapshot.finished} of ${snapshot.chunks}`, snapshot.eta == null ? "chunks" : `chunks, ${duration(snapshot.eta)} left`]
       : ["Last batch", count(batch?.changes), batch ? `changes in ${duration(batch.seconds)}, ${ago(batch.at, now)}` : "none yet"],

@@ -124,6 +124,11 @@ def _pattern(value: object) -> str:
     return value
 
 
+def has_slot(pipeline: Pipeline) -> bool:
+    """Whether a pipeline reads from a replication slot, and so has :func:`postgres_settings`."""
+    return isinstance(pipeline.source, PostgresSourceSettings)
+
+
 def postgres_settings(pipeline: Pipeline) -> PostgresSourceSettings:
     """Return the source of a pipeline that copies tables of Postgres.
 
