@@ -30,6 +30,11 @@ CHANGELOG_NAMES = frozenset({"_op", "_commit_lsn", "_seq", "_xid", "_commit_ts",
 """The columns that a changelog has beside the source's."""
 
 
+FIRST_READ = -1_000_000
+"""``_seq`` of rows in a changelog that were read: far below changes, which count from 1, so that there is room for the
+same rows read again at the same LSN."""
+
+
 @dataclass(frozen=True)
 class Target:
     """A source table and where its rows go."""

@@ -18,13 +18,12 @@ import pytest
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, Failpoint, LimitExceeded, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
-from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.record import FIRST_READ, Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.row_format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake.storage import Place
-from airflow_cdc_provider.engine.sinks.record_log.read_position import FIRST_READ
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded

@@ -13,7 +13,7 @@ import pyarrow as pa
 from airflow_cdc_provider.engine.core.errors import CannotFollow, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
-from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.record import FIRST_READ, Target
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, settle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
@@ -21,7 +21,6 @@ from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatemen
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
 from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, PendingRead
-from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ
 
 
 @dataclass(frozen=True)

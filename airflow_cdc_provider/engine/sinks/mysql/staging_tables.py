@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from airflow_cdc_provider.engine.comparison.side import Key
 from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.lsn import LogPosition
-from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.record import FIRST_READ, Target
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
@@ -34,7 +34,7 @@ from airflow_cdc_provider.engine.sinks.mysql.types import (
     kinds_of,
 )
 from airflow_cdc_provider.engine.sinks.staged import Staged
-from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ, TargetTable
+from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
 
 _FILLED = "filled"
 _STAGED_KINDS = {

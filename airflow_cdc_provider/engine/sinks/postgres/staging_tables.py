@@ -19,6 +19,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.effect import ERASED, FRESH, MISSING, OLD_KIND, UNCHANGED
 from airflow_cdc_provider.engine.core.errors import TargetConflict
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
+from airflow_cdc_provider.engine.core.record import FIRST_READ
 from airflow_cdc_provider.engine.postgres.connection import condition, rows
 from airflow_cdc_provider.engine.sinks.contract import Copyable
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
@@ -27,7 +28,7 @@ from airflow_cdc_provider.engine.sinks.postgres.refused_values import refusals
 from airflow_cdc_provider.engine.sinks.postgres.shared_staging import rows_of
 from airflow_cdc_provider.engine.sinks.postgres.staging_ddl import StagingDdl
 from airflow_cdc_provider.engine.sinks.staged import Staged
-from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ, TargetTable
+from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
 
 # What all rows of a chunk have in common in a changelog, and its types there.
 _CONSTANTS = {"_op": '"char"', "_commit_lsn": "pg_lsn", "_seq": "bigint"}

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.lsn import LogPosition
-
-FIRST_READ = -1_000_000
-"""``_seq`` of rows that were read: far below changes, which count from 1, so that there is room for the same rows read
-again at the same LSN."""
+from airflow_cdc_provider.engine.core.record import FIRST_READ
 
 
 @dataclass(frozen=True)

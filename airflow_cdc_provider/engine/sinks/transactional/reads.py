@@ -20,12 +20,12 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
-from airflow_cdc_provider.engine.core.record import ChunkRecord, Target, Watermark
+from airflow_cdc_provider.engine.core.record import FIRST_READ, ChunkRecord, Target, Watermark
 from airflow_cdc_provider.engine.postgres.server_identity import Origin
 from airflow_cdc_provider.engine.sinks.protocol_errors import require_origin
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock, Tx
-from airflow_cdc_provider.engine.sinks.transactional.target_table import FIRST_READ, members_by_text
+from airflow_cdc_provider.engine.sinks.transactional.target_table import members_by_text
 from airflow_cdc_provider.engine.sinks.transactional.units import TransactionalUnits
 
 

@@ -9,12 +9,8 @@ import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.effect import COUNT, MISSING
 from airflow_cdc_provider.engine.core.lsn import LogPosition
-from airflow_cdc_provider.engine.core.record import Mode
+from airflow_cdc_provider.engine.core.record import FIRST_READ, Mode
 from airflow_cdc_provider.engine.sinks.staged import Staged
-
-FIRST_READ = -1_000_000
-"""``_seq`` of snapshot rows in a changelog: far below changes, which count from 1, so that there is room for the same
-rows read again at the same LSN."""
 
 
 class TargetTable(ABC):
