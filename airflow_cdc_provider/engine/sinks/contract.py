@@ -63,7 +63,9 @@ class Eager(Protocol):
     def commit_as_staged(self, epoch: int, start: LogPosition, end: LogPosition, pieces: Iterator[StagedPiece]) -> bool:
         """As :meth:`Sink.commit`, but of pieces that come one by one in the order of their ``index``.
 
-        Others are staged meanwhile. What the iterator raises leaves nothing applied.
+        Others are staged meanwhile, so nothing may be locked that :meth:`Sink.stage` needs. What the iterator raises
+        leaves nothing applied; it raises when a piece does not come for five seconds, as somebody else's lock may keep
+        it until the transaction ends.
         """
 
 
