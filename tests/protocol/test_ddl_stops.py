@@ -10,7 +10,7 @@ import pytest
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.core.errors import CannotFollow
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ForeignTable
 from airflow_cdc_provider.engine.postgres.connection import connected
 from tests.conftest import Databases
 from tests.protocol.ddl_tables import DATA, ROWS, TABLE, Mode, Tables, tables
@@ -229,7 +229,8 @@ def test_what_helps_against_a_refusal_loses_no_value(tables: Callable[..., Table
     pipeline.play(*DATA)
     left = {case: list(remedy.remedies) for case, remedy in cases.items()}
     while any(left.values()):
-        with pytest.raises(CannotFollow) as refused:
+        # Before a table is read again it is looked at as any other target; what lacks the key is not one.
+        with pytest.raises((CannotFollow, ForeignTable)) as refused:
             pipeline.apply()
         (case,) = (case for case in cases if f"public.{case} " in refused.value.message)
         pipeline.target(left[case].pop(0).format(t=f"public.{case}"))
