@@ -52,7 +52,7 @@ def skip(
     :param offsets: ranges, of which the first and the last one are included.
     :raises ConfigError: when the pipeline reads tables, or a message has been read or is not there.
     """
-    return {**source_of(pipeline).skip(topic, partition, offsets, takeover)}
+    return dict(source_of(pipeline).skip(topic, partition, offsets, takeover))
 
 
 def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, Any]:

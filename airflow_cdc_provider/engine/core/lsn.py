@@ -1,9 +1,9 @@
 """Positions in the log of a source, and those of Postgres's write-ahead log: log sequence numbers.
 
 Inside the engine they are plain integers, which NumPy, Arrow and comparisons
-understand; their type alone tells them from other numbers. At every border (JSON, SQL, logs)
-they are texts ``X/Y``, as Postgres writes its LSNs, since JavaScript rounds
-integers above 2^53.
+understand; their type alone tells them from other numbers. At every border
+(JSON, SQL, logs) they are texts ``X/Y``, as Postgres writes its LSNs, since
+JavaScript rounds integers above 2^53.
 """
 
 from __future__ import annotations

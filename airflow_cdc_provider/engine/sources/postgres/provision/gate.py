@@ -64,10 +64,10 @@ class Passage:
         A server writes ``restart_lsn`` to its disk before anything follows from it, so that on the same timeline the
         slot is never seen below it again, not even after a crash; in a copy of the cluster taken earlier it is.
         """
-        if self.has_moved(record):
-            return noted_timeline(self.timeline) | noted_seen(self.slot.restart_lsn)
-        seen = RecordedSlot.of(record.identity).seen
-        return noted_seen(self.slot.restart_lsn) if self.slot.restart_lsn > seen else {}
+        recorded, seen = RecordedSlot.of(record.identity), noted_seen(self.slot.restart_lsn)
+        if self.timeline != recorded.slot_identity.timeline:
+            return noted_timeline(self.timeline) | seen
+        return seen if self.slot.restart_lsn > recorded.seen else {}
 
 
 def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
